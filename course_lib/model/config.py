@@ -1,0 +1,107 @@
+"""Shapes of decoders: what a GPT-2 or a Llama is, in numbers, and the published ones by name."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a decoder. The defaults are a tiny GPT-2."""
+
+    layers: Annotated[int, "number of decoder blocks"] = 2
+    width: Annotated[int, "size of the residual stream (the hidden size)"] = 64
+    heads: Annotated[int, "number of query heads; divides width"] = 4
+    kv_heads: Annotated[int | None, "number of key and value heads; None: as many as heads"] = None
+    vocab: Annotated[int, "number of token ids"] = 512
+    context: Annotated[int, "longest sequence, in tokens"] = 64
+    mlp_width: Annotated[int | None, "inner size of the MLP; None: 4 x width"] = None
+    norm: Annotated[Literal["layernorm", "rmsnorm"], "kind of normalisation"] = "layernorm"
+    mlp: Annotated[Literal["gelu", "swiglu"], "kind of MLP: two matrices, or three with a gate"] = (
+        "gelu"
+    )
+    positions: Annotated[Literal["learned", "rope"], "how positions enter"] = "learned"
+    bias: Annotated[bool, "biases in linear layers and layer norms"] = True
+    tie_embeddings: Annotated[bool, "the head shares the token embedding's weight"] = True
+    dropout: Annotated[float, "probability that an element is dropped, at least 0, below 1"] = 0.0
+    norm_eps: Annotated[float, "added to the variance inside a norm"] = 1e-5
+    rope_base: Annotated[float, "base of the rotary wavelengths"] = 10_000.0
+
+    @property
+    def head_width(self) -> int:
+        """Size of one attention head."""
+        return self.width // self.heads
+
+    @property
+    def key_value_heads(self) -> int:
+        """Number of key and value heads, with the default resolved."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def inner_width(self) -> int:
+        """Inner size of the MLP, with the default resolved."""
+        return 4 * self.width if self.mlp_width is None else self.mlp_width
+
+    def faults(self) -> list[str]:
+        """Everything that is wrong with this shape, each with what is allowed."""
+        found = []
+        for name in ("layers", "width", "heads", "key_value_heads", "vocab", "context"):
+            if getattr(self, name) < 1:
+                found.append(f"{name.replace('key_value', 'kv')} must be at least 1")
+        if self.inner_width < 1:
+            found.append("mlp_width must be at least 1")
+        if not 0 <= self.dropout < 1:
+            found.append(f"dropout {self.dropout} must be at least 0 and below 1")
+        if self.norm_eps <= 0 or self.rope_base <= 0:
+            found.append("norm_eps and rope_base must be positive")
+        if found:
+            return found
+        if self.width % self.heads:
+            allowed = _nearest_divisors(self.width, self.heads)
+            found.append(f"{self.heads} heads do not divide width {self.width}; use {allowed}")
+        elif self.positions == "rope" and self.head_width % 2:
+            found.append(
+                f"rotary positions turn pairs: width / heads = {self.head_width} must be even"
+            )
+        if self.heads % self.key_value_heads:
+            allowed = _nearest_divisors(self.heads, self.key_value_heads)
+            found.append(
+                f"{self.key_value_heads} kv_heads do not divide {self.heads} heads; use {allowed}"
+            )
+        return found
+
+    @classmethod
+    def presets(cls) -> dict[str, "ModelConfig"]:
+        """Published shapes, and small ones for a laptop, by name."""
+        return _presets()
+
+
+def _nearest_divisors(number: int, wanted: int) -> str:
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    return " or ".join(str(d) for d in sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:2]))
+
+
+def _gpt(layers: int, width: int, heads: int, vocab: int = 50_257, context: int = 1024):
+    return ModelConfig(layers, width, heads, vocab=vocab, context=context)
+
+
+def _llama(layers: int, width: int, heads: int, mlp_width: int, vocab: int = 32_000,
+           context: int = 2048, kv_heads: int | None = None):  # fmt: skip
+    return ModelConfig(
+        layers, width, heads, kv_heads, vocab, context, mlp_width, norm="rmsnorm", mlp="swiglu",
+        positions="rope", bias=False, tie_embeddings=False, norm_eps=1e-6,
+    )  # fmt: skip
+
+
+def _presets() -> dict[str, ModelConfig]:
+    return {
+        "tiny": _gpt(2, 64, 4, vocab=512, context=64),
+        "tiny-llama": _llama(2, 64, 4, 172, vocab=512, context=64, kv_heads=2),
+        "playwright": _llama(4, 128, 4, 344, vocab=2048, context=128),
+        "gpt2": _gpt(12, 768, 12),
+        "gpt2-medium": _gpt(24, 1024, 16),
+        "gpt2-large": _gpt(36, 1280, 20),
+        "gpt2-xl": _gpt(48, 1600, 25),
+        "gpt3-175b": _gpt(96, 12_288, 96, context=2048),
+        "llama-7b": _llama(32, 4096, 32, 11_008),
+        "llama-13b": _llama(40, 5120, 40, 13_824),
+    }
