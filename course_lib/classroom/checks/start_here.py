@@ -1,0 +1,94 @@
+"""The exercise of "Start here": a return value from every rank."""
+
+import dis
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from .exercise import Exercise, WrongAnswer, on_ranks
+
+
+def squared_rank() -> int:
+    """Return this rank's number, squared: the value travels back to the notebook.
+
+    Every rank runs this same function (SPMD); only `dist.get_rank()` differs between them.
+    """
+    return dist.get_rank() ** 2
+
+
+def grade_squared_rank(answer: Callable[[], int]) -> None:
+    """Run the answer on 4 and on 5 ranks and compare each return value with rank²."""
+    if not callable(answer):
+        raise WrongAnswer(
+            f"give the function itself, not a {type(answer).__name__}: write the name without "
+            "calling it. Each rank calls it on its own."
+        )
+    for world_size in (4, 5):
+        run = on_ranks(answer, world_size)
+        wanted = [rank**2 for rank in range(world_size)]
+        if run.values != wanted:
+            raise WrongAnswer(_diagnose(answer, run.values, run.printed, wanted))
+
+
+def _diagnose(answer: Callable, values: list, printed: str, wanted: list[int]) -> str:
+    """Name the mistake behind wrong return values, as far as they show it."""
+    world_size = len(wanted)
+    ranks = list(range(world_size))
+    told = f"{world_size} ranks returned {values}, expected {wanted}. "
+    if all(value is None for value in values):
+        if printed.strip():
+            return told + (
+                "Your function prints its result. Print shows a value to people; only "
+                "`return` brings it back to the notebook."
+            )
+        if _stores_elsewhere(answer):
+            return told + (
+                "Your function stores its result in a variable of the notebook. Each rank has "
+                "its own copy of it; the notebook never sees the change. Use `return`."
+            )
+        return told + "Your function returns nothing. Use `return`."
+    if any(not isinstance(value, int) or isinstance(value, bool) for value in values):
+        kinds = ", ".join(sorted({type(value).__name__ for value in values}))
+        return told + f"Each rank must return one int, its own number squared; yours: {kinds}."
+    if values == ranks:
+        return told + "That is the rank itself. Square it."
+    if values == [2 * rank for rank in ranks]:
+        return told + "That is 2 × rank. The square is rank × rank."
+    if values == [2**rank for rank in ranks]:
+        return told + "That is 2 to the power of rank. The square is rank to the power of 2."
+    if values == [(rank + 1) ** 2 for rank in ranks]:
+        return told + "Ranks count from 0, not from 1."
+    if values == [world_size**2] * world_size:
+        return told + "That is the world size squared. Each rank must use its own number."
+    if len(set(values)) == 1:
+        return told + (
+            "Every rank returned the same value. It comes from a variable of the "
+            "notebook or from a constant, which all ranks copy. Ask "
+            "`dist.get_rank()` inside the function."
+        )
+    return told + "Look at the first rank that differs."
+
+
+def _stores_elsewhere(answer: Callable) -> bool:
+    """Whether the function's code assigns to a global, an outer variable, or into a container."""
+    stores = {"STORE_GLOBAL", "STORE_DEREF", "STORE_SUBSCR"}
+    used = {step.opname for step in dis.get_instructions(answer)}
+    methods = getattr(getattr(answer, "__code__", None), "co_names", ())
+    return bool(used & stores) or bool({"append", "insert", "update", "add"} & set(methods))
+
+
+EXERCISES = (
+    Exercise(
+        name="start-here/1",
+        title="return rank² from every rank",
+        difficulty=1,
+        minutes=5,
+        hints=(
+            "The same function runs on every rank. What differs between the ranks?",
+            "`dist.get_rank()` tells a rank its own number. Call it inside your function.",
+            "The notebook only gets what your function returns: `return ... ** 2`.",
+        ),
+        solution="course_lib.classroom.checks.start_here:squared_rank",
+        grade=grade_squared_rank,
+    ),
+)

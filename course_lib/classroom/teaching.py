@@ -1,0 +1,325 @@
+"""Three small tools of every chapter: show the library, predict before measuring, expect a failure.
+
+`show(thing)` prints the library's source, so that a notebook holds no second copy of it.
+`predict(name, guess)` keeps the learner's guess before a cell measures; `.compare(measured)` then
+says how good it was. `expect_failure(Error)` catches a failure that the chapter produces on
+purpose and prints its message, so that "Run all" goes on.
+"""
+
+import ast
+import inspect
+import math
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import journal
+from .learner import learners_line
+from .syllabus import repository_root
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_FOLDERS = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?(?:[/\\][\w.+@ -]+)+[/\\](?=[\w.<>-]+\.py\b)")
+
+
+def show(thing: Any, *, docstring: bool = True, lines: int = 80) -> None:
+    """Print the source of a function, class, method or module of the library.
+
+    Arguments:
+        thing: the object itself, as in `show(model.Transformer)`.
+        docstring: False leaves out its docstring, where the notebook has just explained it.
+        lines: the most lines to print; the rest is counted, and its file named.
+    Raises: TypeError for something that has no source (a number, a built-in).
+    """
+    try:
+        source = textwrap.dedent(inspect.getsource(thing)).rstrip()
+        file = Path(inspect.getsourcefile(thing))
+    except (TypeError, OSError) as error:
+        raise TypeError(
+            f"show({thing!r}): there is no Python source for it; give a function, a class or a "
+            "module of course_lib"
+        ) from error
+    if not docstring:
+        source = _without_docstring(source)
+    if file.is_relative_to(repository_root()):
+        file = file.relative_to(repository_root())
+    else:
+        file = Path(file.name)
+    kept = source.splitlines()
+    if len(kept) > lines:
+        kept = [*kept[:lines], f"# … {len(kept) - lines} more lines in {file.as_posix()}"]
+    _display_code(f"# {file.as_posix()}\n" + "\n".join(kept))
+
+
+def predict(name: str, guess: Any = None, *, at: Sequence | None = None, unit: str = ""):
+    """Keep a prediction before anything is measured; return a `Prediction`.
+
+    Arguments:
+        name: "topic/what", for the progress file.
+        guess: a number, a word, a list of them, or a function. `...` or None: no prediction yet.
+        at: for a function, the arguments at which it is asked: `[(2, 100), (8, 100)]` or `[2, 8]`.
+        unit: printed behind each number.
+    Raises: TypeError for a function without `at`, which is a fault of the chapter.
+    """
+    if callable(guess):
+        if at is None:
+            raise TypeError(f"predict({name!r}, a function) needs at=[sizes to ask it at]")
+        guess = _ask(guess, at)
+    elif at is not None and not _made(guess):
+        guess = None
+    prediction = Prediction(name, guess if _made(guess) else None, at, unit)
+    if prediction.made:
+        journal.note_prediction(name, _plain(prediction.guess))
+        print("Prediction kept. Run on and compare.")
+    else:
+        print("No prediction yet: replace the ... with your own, then run this cell again.")
+    return prediction
+
+
+class Prediction:
+    """A guess that was made before the measurement. `made` says whether there is one."""
+
+    def __init__(self, name: str, guess: Any, at: Sequence | None, unit: str):
+        self.name, self.guess, self.unit = name, guess, unit
+        self.at = None if at is None else list(at)
+
+    @property
+    def made(self) -> bool:
+        """Whether the learner has predicted anything."""
+        return self.guess is not None
+
+    def compare(self, measured: Any, tolerance: float = 0.05) -> bool | None:
+        """Print how good the prediction was; return whether it was right (None: not made).
+
+        Arguments:
+            measured: the true value, in the form of the guess; for a function its values at `at`,
+                or a function that is asked at the same sizes.
+            tolerance: the largest relative error of a number that counts as right.
+        """
+        if self.at is not None and callable(measured):
+            measured = _ask(measured, self.at, ours=True)
+        if not self.made:
+            # A function is asked at hidden sizes: its values stay hidden until one is written.
+            print(
+                "No prediction was made."
+                if self.at is not None
+                else f"No prediction was made. Measured: {self._text(measured)}."
+            )
+            return None
+        pairs = _pairs(self.guess, measured)
+        if pairs is None:
+            print(
+                f"You predicted {self._text(self.guess)}. Measured: {self._text(measured)}. "
+                "These are not of the same form."
+            )
+            right, error = False, None
+        else:
+            judged = [_judge(guess, true, tolerance) for guess, true in pairs]
+            right = all(good for good, _ in judged)
+            errors = [off for _, off in judged if off is not None]
+            error = max(errors) if errors else None
+            print(self._verdict(measured, pairs, judged))
+        journal.note_prediction(self.name, _plain(self.guess), right, error)
+        return right
+
+    def _verdict(self, measured: Any, pairs: list, judged: list) -> str:
+        good = sum(ok for ok, _ in judged)
+        if self.at is not None:
+            if good == len(pairs):
+                return f"Right: your function agrees at all {len(pairs)} sizes."
+            first = next(at for at, (ok, _) in enumerate(judged) if not ok)
+            return (
+                f"Right at {good} of {len(pairs)} sizes. At {self.at[first]} your function "
+                f"gives {self._text(pairs[first][0])}; measured: {self._text(pairs[first][1])}."
+            )
+        told = f"You predicted {self._text(self.guess)}; measured: {self._text(measured)}."
+        if good == len(pairs):
+            return f"Right. {told}"
+        if len(pairs) > 1:
+            return f"{good} of {len(pairs)} right. {told}"
+        return f"Not quite. {told}{_how_far(*pairs[0])}"
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, dict):
+            return ", ".join(f"{key} {self._text(item)}" for key, item in value.items())
+        if isinstance(value, (list, tuple)):
+            return ", ".join(self._text(item) for item in value)
+        value = _number(value)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return str(value)
+        number = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+        return f"{number} {self.unit}".rstrip()
+
+    def __bool__(self) -> bool:
+        return self.made
+
+    def __repr__(self) -> str:
+        return f"Prediction({self.name!r}, {self.guess!r})"
+
+    def _ipython_display_(self) -> None:
+        """Show nothing more when it is a cell's last line: `predict` has already spoken."""
+
+
+class expect_failure:
+    """Context manager: the code below fails on purpose; print its message and go on.
+
+    Arguments:
+        kind: the exception type (or a tuple of types) that must be raised.
+        match: a regular expression that must be found in its message.
+        lines: the most lines of the message to print.
+    Raises: AssertionError if nothing is raised or the message does not match, so that a chapter
+        whose failure has been repaired is noticed. Any other exception passes through.
+    After the block, `.error` is the exception.
+    """
+
+    def __init__(self, kind=Exception, match: str | None = None, lines: int = 20):
+        self.kind, self.match, self.lines = kind, match, lines
+        self.error: BaseException | None = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace) -> bool:
+        wanted = " or ".join(
+            one.__name__ for one in (self.kind if isinstance(self.kind, tuple) else (self.kind,))
+        )
+        if error is None:
+            raise AssertionError(f"this was expected to fail with {wanted}, but nothing was raised")
+        if not isinstance(error, self.kind):
+            return False
+        message = tidy(str(error))
+        if self.match is not None and not re.search(self.match, message):
+            raise AssertionError(
+                f"{type(error).__name__} was raised, but its message has no {self.match!r}: "
+                f"{message}"
+            ) from error
+        self.error = error
+        shown = message.splitlines()
+        if len(shown) > self.lines:
+            shown = [*shown[: self.lines], f"… {len(shown) - self.lines} more lines"]
+        print(f"As expected, {type(error).__name__}: " + "\n".join(shown))
+        return True
+
+
+def tidy(text: str) -> str:
+    """Return a message as it reads on every machine: no colours, no folders, no addresses."""
+    text = _FOLDERS.sub("", _ANSI.sub("", text))
+    return re.sub(r"\b0x[0-9a-fA-F]{6,}\b", "0x…", text).strip()
+
+
+def _ask(function: Callable, at: Sequence, ours: bool = False) -> list | None:
+    """Return a function's values at the given sizes; None if the learner has not written it."""
+    try:
+        return [function(*(size if isinstance(size, tuple) else (size,))) for size in at]
+    except NotImplementedError:
+        return None
+    except Exception as error:
+        if ours:
+            raise
+        print(f"Your function raised {type(error).__name__}: {error}\n{learners_line(error)}")
+        return None
+
+
+def _made(guess: Any) -> bool:
+    if isinstance(guess, (list, tuple, dict)):
+        items = guess.values() if isinstance(guess, dict) else guess
+        return len(guess) > 0 and all(_made(item) for item in items)
+    return guess is not None and guess is not Ellipsis
+
+
+def _pairs(guess: Any, measured: Any) -> list[tuple[Any, Any]] | None:
+    """Pair up a guess with the measurement, item by item; None if their forms differ."""
+    if isinstance(measured, dict):
+        if not isinstance(guess, dict) or guess.keys() != measured.keys():
+            return None
+        return [(guess[key], measured[key]) for key in measured]
+    if isinstance(measured, (list, tuple)):
+        if not isinstance(guess, (list, tuple)) or len(guess) != len(measured):
+            return None
+        return list(zip(guess, measured))
+    return None if isinstance(guess, (list, tuple, dict)) else [(guess, measured)]
+
+
+def _judge(guess: Any, true: Any, tolerance: float) -> tuple[bool, float | None]:
+    """Return (right, relative error); words have no error and match without regard to case."""
+    numbers = not isinstance(guess, (str, bool)) and not isinstance(true, (str, bool))
+    try:
+        guess_value, true_value = (float(guess), float(true)) if numbers else (None, None)
+    except (TypeError, ValueError):
+        numbers = False
+    if not numbers:
+        same = " ".join(str(guess).casefold().split()) == " ".join(str(true).casefold().split())
+        return same, None
+    if not math.isfinite(guess_value):
+        return guess_value == true_value, None
+    error = abs(guess_value - true_value) / max(abs(true_value), 1e-12)
+    return error <= tolerance, error
+
+
+def _how_far(guess: Any, true: Any) -> str:
+    """Say the factor between two positive numbers: it often names the mistake."""
+    try:
+        ratio = float(guess) / float(true)
+    except (TypeError, ValueError, ZeroDivisionError):
+        return ""
+    if not math.isfinite(ratio) or ratio <= 0:
+        return ""
+    return (
+        f" Yours is {ratio:.3g} × the measured value."
+        if ratio > 1
+        else (f" The measured value is {1 / ratio:.3g} × yours.")
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON can hold."""
+    value = _number(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, (bool, int, float, str)) or value is None else str(value)
+
+
+def _number(value: Any) -> Any:
+    """Return the plain number inside a one-element tensor or array; anything else as it is."""
+    return value.item() if getattr(value, "shape", None) == () else value
+
+
+def _without_docstring(source: str) -> str:
+    """Drop the docstring of the first definition (or of a module)."""
+    tree = ast.parse(source)
+    node = tree.body[0] if len(tree.body) == 1 else tree
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
+        return source
+    first = node.body[0]
+    if (
+        not (
+            isinstance(first, ast.Expr)
+            and isinstance(getattr(first, "value", None), ast.Constant)
+            and isinstance(first.value.value, str)
+        )
+        or len(node.body) == 1
+    ):
+        return source
+    lines = source.splitlines()
+    rest = lines[first.end_lineno :]
+    while rest and not rest[0].strip():
+        rest = rest[1:]
+    return "\n".join(lines[: first.lineno - 1] + rest)
+
+
+def _display_code(code: str) -> None:
+    """Show code with colours in a notebook (as Markdown), as plain text elsewhere."""
+    try:
+        from IPython import get_ipython
+        from IPython.display import display
+    except ImportError:
+        get_ipython = lambda: None  # noqa: E731
+    if get_ipython() is None:
+        print(code)
+        return
+    display({"text/markdown": f"```python\n{code}\n```", "text/plain": code}, raw=True)
