@@ -137,10 +137,12 @@ def _plain_text(markdown: str) -> str:
     """A play without its Markdown: bare headings and speakers, [stage directions], the lines."""
     text = re.sub(r"[ \t]+$", "", markdown, flags=re.MULTILINE)
     text = re.sub(r"^#+ +", "", text, flags=re.MULTILINE)
-    text = text.replace("**", "")
-    text = re.sub(r"_+\\\[(.*?)\\?\]_+", r"[\1]", text, flags=re.DOTALL)  # _\[Aside\]_
-    text = re.sub(r"_([^_]+)_", r"[\1]", text)  # _Exit PUCK_, also over two lines
+    text = re.sub(r"\*\*([^*\n]+)\*\*", r"\1", text)
     text = re.sub(r"\\(.)", r"\1", text)
+    text = re.sub(r"(?<![_*])\[([^]\n]*)\]_", r"[\1]", text)  # [Aside]_, as it is printed
+    emphasis = r"[_*]+\[?((?:(?!\n\n)[^_*])+?)\]?[_*]+"  # _Exit PUCK_, also over two lines
+    text = re.sub(emphasis, r"[\1]", text)
+    text = re.sub(r"[_*]", "", text)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 

@@ -168,7 +168,7 @@ class TokenShards:
         for entry in index["shards"]:
             _check_file(self.directory, entry, self.dtype, limit if verify else None)
         _check_file(
-            self.directory, index["starts"], np.dtype("<i8"), self._tokens if verify else None
+            self.directory, index["starts"], np.dtype("<i8"), self._tokens + 1 if verify else None
         )
         self.starts = self._map(index["starts"], np.dtype("<i8"))
         self._shards = [self._map(entry, self.dtype) for entry in index["shards"]]
@@ -326,9 +326,10 @@ def _check_file(directory: Path, entry: dict, dtype: np.dtype, limit: int | None
     if digest.hexdigest() != entry["sha256"]:
         raise DataError(f"{path} was altered: {_altered_bytes(path, entry['crc32'])}. {advice}")
     if too_large is not None:
+        kind = "id" if dtype.kind == "u" else "position"
         raise DataError(
-            f"{path}: id {too_large[0]} at byte {too_large[1]} is not below {limit}, the size of "
-            "the vocabulary. The shards were written for another tokenizer or model."
+            f"{path}: {kind} {too_large[0]} at byte {too_large[1]} is not below {limit}. These "
+            "shards were written for another tokenizer or model, or by another tool."
         )
     _verified.add(key)
 
