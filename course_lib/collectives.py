@@ -63,17 +63,30 @@ def count_traffic() -> Iterator[Traffic]:
         _counters[:] = [counter for counter in _counters if counter is not traffic]
 
 
+class CollectiveError(RuntimeError):
+    """A collective that did not end: a peer died, hung, or called another one."""
+
+    def __init__(self, call: Call, rank: int):
+        super().__init__(
+            f"{call.kind} of {call.payload_bytes} bytes for {call.purpose!r} over {call.ranks} "
+            f"ranks failed on rank {rank}: a peer died, hangs, or is in another collective"
+        )
+
+
 class Handle:
     """A collective on its way. `wait` returns its result; the buffers live as long as this."""
 
-    def __init__(self, result: Tensor, work=None, source: Tensor | None = None):
-        self._result, self._work, self._source = result, work, source
+    def __init__(self, result: Tensor, work=None, call: Call | None = None, source=None):
+        self._result, self._work, self._call, self._source = result, work, call, source
 
     def wait(self) -> Tensor:
         """Block until the result is there (on a GPU: make the current stream wait for it)."""
         if self._work is not None:
             start = time.perf_counter()
-            self._work.wait()
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise CollectiveError(self._call, dist.get_rank()) from error
             for counter in _counters:
                 counter.waiting_s += time.perf_counter() - start
             self._work = self._source = None
@@ -85,8 +98,8 @@ def all_reduce(tensor: Tensor, group, purpose: str, op: str = "sum") -> Handle:
     if group is None:
         return Handle(tensor)
     operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
-    _count("all_reduce", purpose, group, tensor)
-    return Handle(tensor, dist.all_reduce(tensor, operation, group, async_op=True))
+    call = _count("all_reduce", purpose, group, tensor)
+    return Handle(tensor, dist.all_reduce(tensor, operation, group, async_op=True), call)
 
 
 def all_gather(tensor: Tensor, group, purpose: str) -> Handle:
@@ -96,9 +109,9 @@ def all_gather(tensor: Tensor, group, purpose: str) -> Handle:
     ranks = dist.get_world_size(group)
     gathered = tensor.new_empty((ranks, *tensor.shape))
     _require_contiguous(tensor)
-    _count("all_gather", purpose, group, gathered)
+    call = _count("all_gather", purpose, group, gathered)
     work = dist.all_gather_into_tensor(gathered.view(-1), tensor.view(-1), group, async_op=True)
-    return Handle(gathered, work, tensor)
+    return Handle(gathered, work, call, tensor)
 
 
 def reduce_scatter(tensor: Tensor, group, purpose: str) -> Handle:
@@ -108,26 +121,27 @@ def reduce_scatter(tensor: Tensor, group, purpose: str) -> Handle:
     ranks = dist.get_world_size(group)
     if tensor.shape[0] != ranks:
         raise ValueError(f"reduce_scatter over {ranks} ranks needs {ranks} pieces in dimension 0")
-    _count("reduce_scatter", purpose, group, tensor)
+    call = _count("reduce_scatter", purpose, group, tensor)
     own = torch.empty_like(tensor[0])
     work = dist.reduce_scatter_tensor(own.view(-1), tensor.view(-1), group=group, async_op=True)
-    return Handle(own, work, tensor)
+    return Handle(own, work, call, tensor)
 
 
 def broadcast(tensor: Tensor, group, purpose: str, source: int = 0) -> Handle:
     """Every rank gets the tensor of the group's rank `source`; tensor changes in place."""
     if group is None:
         return Handle(tensor)
-    _count("broadcast", purpose, group, tensor)
+    call = _count("broadcast", purpose, group, tensor)
     root = dist.get_global_rank(group, source)
-    return Handle(tensor, dist.broadcast(tensor, root, group, async_op=True))
+    return Handle(tensor, dist.broadcast(tensor, root, group, async_op=True), call)
 
 
-def _count(kind: str, purpose: str, group, tensor: Tensor) -> None:
+def _count(kind: str, purpose: str, group, tensor: Tensor) -> Call:
     _require_contiguous(tensor)
     call = Call(kind, purpose, dist.get_world_size(group), tensor.nbytes)
     for counter in _counters:
         counter.calls.append(call)
+    return call
 
 
 def _require_contiguous(tensor: Tensor) -> None:

@@ -52,8 +52,10 @@ def finish_gradients(
     if loss_scale != 1:
         torch._foreach_mul_(gradients, 1 / loss_scale)
     norm = gradient_norm(records, mesh)
-    if clip_norm is not None and math.isfinite(norm) and norm > clip_norm:
-        torch._foreach_mul_(gradients, clip_norm / norm)
+    if clip_norm is not None and math.isfinite(norm):
+        factor = clip_norm / (norm + 1e-6)  # as torch's clip_grad_norm_, so that results compare
+        if factor < 1:
+            torch._foreach_mul_(gradients, factor)
     return Finished(norm, math.isfinite(norm))
 
 

@@ -1,0 +1,156 @@
+"""A run's configuration: TOML and command line in, frozen dataclasses out, faults all at once.
+
+Each module owns the dataclass of its section: fields annotated with their type and, in words,
+their meaning and unit; `faults()` for values; `presets()` for named starting points. This module
+only reads them, so it knows none of their keys.
+"""
+
+import difflib
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; `faults` lists everything that is wrong."""
+
+    def __init__(self, faults: list[str], source: str = "configuration"):
+        self.faults = faults
+        super().__init__(
+            "\n".join([f"{source}: {len(faults)} fault(s)", *(f"- {f}" for f in faults)])
+        )
+
+
+def load(path, overrides: list[str], sections: Mapping[str, type]) -> dict[str, Any]:
+    """Read a TOML file and `--section.key=value` overrides into one dataclass a section.
+
+    Raises ConfigError with every fault found: unreadable file, unknown section or key (with the
+    nearest name), wrong type, value that is not allowed.
+    """
+    try:
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError([f"cannot be read: {error}"], str(path)) from error
+    faults = _apply(overrides, tables, sections)
+    return build(tables, sections, faults, str(path))
+
+
+def build(
+    tables: Mapping[str, Any],
+    sections: Mapping[str, type],
+    faults: list[str] | None = None,
+    source: str = "configuration",
+) -> dict[str, Any]:
+    """Make one dataclass a section from plain tables; see `load`."""
+    faults, built = list(faults or ()), {}
+    for name in tables:
+        if name not in sections:
+            faults.append(f"unknown section [{name}]{_nearest(name, sections)}")
+    for name, kind in sections.items():
+        section, found = _build_section(name, kind, tables.get(name, {}))
+        built[name] = section
+        faults += found
+    if faults:
+        raise ConfigError(faults, source)
+    return built
+
+
+def _build_section(name: str, kind: type, table: Any) -> tuple[Any, list[str]]:
+    if not isinstance(table, Mapping):
+        return None, [f"[{name}] is a section; write its keys below it"]
+    hints, faults = typing.get_type_hints(kind), []
+    presets = kind.presets() if hasattr(kind, "presets") else {}
+    values = {}
+    if "preset" in table and presets:
+        preset = table["preset"]
+        if preset in presets:
+            values = {f.name: getattr(presets[preset], f.name) for f in fields(kind)}
+        else:
+            faults.append(f"{name}.preset {preset!r} is unknown{_nearest(str(preset), presets)}")
+        table = {key: value for key, value in table.items() if key != "preset"}
+    for key, value in table.items():
+        if key not in hints:
+            known = [*hints, *(["preset"] if presets else [])]
+            faults.append(f"unknown key {name}.{key}{_nearest(key, known)}")
+            continue
+        value, fault = _fit(value, hints[key])
+        if fault:
+            faults.append(f"{name}.{key} = {json.dumps(value, default=str)}: {fault}")
+        else:
+            values[key] = value
+    if faults:
+        return None, faults
+    section = kind(**values)
+    found = section.faults() if hasattr(section, "faults") else []
+    return section, [f"[{name}] {fault}" for fault in found]
+
+
+def _nearest(name: str, known) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(known))}"
+
+
+def _fit(value: Any, hint: Any) -> tuple[Any, str | None]:
+    """The value as the hinted type, and what is wrong with it if it does not fit."""
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        if value in options and not isinstance(value, bool):
+            return value, None
+        close = difflib.get_close_matches(str(value), map(str, options), n=1)
+        advice = f"; did you mean {close[0]}?" if close else ""
+        return value, f"must be one of {', '.join(map(str, options))}{advice}"
+    if origin in (types.UnionType, typing.Union):
+        if value is None or value == "none":
+            return None, None
+        return _fit(value, next(option for option in options if option is not type(None)))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value), None
+    if isinstance(value, hint) and not (hint is not bool and isinstance(value, bool)):
+        return value, None
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    return value, f"must be {names.get(hint, hint)}, not {type(value).__name__}"
+
+
+def _apply(overrides: list[str], tables: dict, sections: Mapping[str, type]) -> list[str]:
+    """Write `--section.key=value` into the tables; returns what could not be understood."""
+    faults = []
+    for text in overrides:
+        path, separator, raw = text.removeprefix("--").partition("=")
+        section, dot, key = path.partition(".")
+        if not text.startswith("--") or not separator or not dot:
+            faults.append(f"argument {text!r} is not of the form --section.key=value")
+            continue
+        if section not in sections:
+            faults.append(f"unknown section in {text!r}{_nearest(section, sections)}")
+            continue
+        table = tables.setdefault(section, {})
+        if isinstance(table, dict):
+            table[key] = _parse(raw)
+    return faults
+
+
+def _parse(raw: str) -> Any:
+    """A TOML value; a bare word is a text."""
+    try:
+        return tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return raw
+
+
+def to_toml(sections: Mapping[str, Any]) -> str:
+    """The resolved configuration as TOML, each key with its meaning; `load` reads it back."""
+    lines = []
+    for name, section in sections.items():
+        lines.append(f"[{name}]")
+        docs = typing.get_type_hints(type(section), include_extras=True)
+        for field in fields(section):
+            value = getattr(section, field.name)
+            shown = '"none"' if value is None else json.dumps(value)
+            lines.append(f"{field.name} = {shown}  # {docs[field.name].__metadata__[0]}")
+        lines.append("")
+    return "\n".join(lines)

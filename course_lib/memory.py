@@ -1,0 +1,48 @@
+"""Counting memory from the running code: what autograd keeps between forward and backward.
+
+The count is independent of any formula: every tensor that autograd saves is seen as it is saved,
+and tensors that share a storage count once.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class SavedActivations:
+    """Storages that autograd saved while `count_saved_activations` was active."""
+
+    bytes_by_storage: dict[int, int] = field(default_factory=dict)
+    _alive: list = field(default_factory=list, repr=False)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all saved storages, each counted once."""
+        return sum(self.bytes_by_storage.values())
+
+
+@contextmanager
+def count_saved_activations(excluded: Iterable[Tensor] = ()) -> Iterator[SavedActivations]:
+    """Count the bytes that the forward pass inside the block saves for its backward pass.
+
+    excluded: tensors that are there anyway, such as parameters and the batch; what shares their
+    storage is not counted. Storages stay alive until the block ends, so that no address is
+    counted for two tensors.
+    """
+    saved = SavedActivations()
+    present = {tensor.untyped_storage().data_ptr() for tensor in excluded}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in present:
+            saved.bytes_by_storage[storage.data_ptr()] = storage.nbytes()
+            saved._alive.append(storage)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield saved
+    saved._alive.clear()

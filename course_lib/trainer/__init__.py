@@ -1,0 +1,5 @@
+"""The trainer: every part of the course assembled into one program.
+
+Read `step` first (what is done to the model, and one training step), then `loop` (a whole run),
+`settings` (its configuration) and `metrics` (what it reports).
+"""

@@ -1,0 +1,88 @@
+"""The command line: `python -m course_lib.trainer CONFIG.toml`, or many of it under torchrun."""
+
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from course_lib.checkpoint import CheckpointError
+from course_lib.config import ConfigError
+from course_lib.data import CorpusUnavailable, DataError
+from course_lib.mesh import Mesh, make_mesh
+from course_lib.trainer.loop import Trainer, TrainingDiverged
+from course_lib.trainer.settings import Config, Layout, load_config
+
+USAGE = """usage: python -m course_lib.trainer CONFIG.toml [--section.key=value …]
+       torchrun --nproc-per-node N -m course_lib.trainer CONFIG.toml [--section.key=value …]"""
+EXPECTED = (ConfigError, DataError, CorpusUnavailable, CheckpointError, TrainingDiverged)
+
+
+def main(arguments: list[str]) -> int:
+    """Run one rank; returns the exit code. 2: bad configuration, 1: failed, 75: stopped."""
+    if not arguments or arguments[0].startswith("-"):
+        print(USAGE, file=sys.stderr)
+        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+    process = Process.from_environment()
+    try:
+        config, layout = load_config(arguments[0], arguments[1:], process.world_size)
+        mesh = start(config, layout, process)
+        return Trainer(config, layout, mesh).run()
+    except EXPECTED as error:
+        # Faults of the configuration are the same everywhere: one rank speaks for all.
+        if process.rank == 0 or not isinstance(error, ConfigError):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, ConfigError) else 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Process:
+    """torchrun's description of this process; the only place where the environment is read."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @classmethod
+    def from_environment(cls) -> "Process":
+        """One process alone where torchrun did not start this one."""
+        names = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
+        return cls(*(int(os.environ.get(name, default)) for name, default in names))
+
+
+def start(config: Config, layout: Layout, process: Process) -> Mesh:
+    """Choose this rank's device, join the process group, arrange the mesh."""
+    device = choose_device(config, process)
+    if config.run.deterministic:
+        torch.use_deterministic_algorithms(True)
+    if process.world_size == 1:
+        return Mesh.single(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=config.run.timeout_s))
+    return make_mesh({"dp": layout.dp}, device)
+
+
+def choose_device(config: Config, process: Process) -> torch.device:
+    """A GPU for each process of this machine, or the CPU for all of them."""
+    wanted, found = config.run.device, torch.cuda.device_count()
+    enough = found >= process.local_world_size
+    if wanted == "cuda" and not enough:
+        fault = f"run.device cuda: {process.local_world_size} processes here need as many GPUs, "
+        raise ConfigError([f"{fault}found {found}"])
+    if wanted == "cpu" or not enough:
+        return torch.device("cpu")
+    device = torch.device("cuda", process.local_rank)
+    torch.cuda.set_device(device)
+    if config.training.precision == "bf16" and not torch.cuda.is_bf16_supported(False):
+        raise ConfigError([f"{torch.cuda.get_device_name()} has no bf16; use precision fp16"])
+    return device
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,296 @@
+"""A training run from its first batch to its last checkpoint, on one process or many."""
+
+import itertools
+import math
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from course_lib import checkpoint, collectives
+from course_lib.config import to_toml
+from course_lib.data import batch, evaluation_batches, load_tokenizer, open_datasets, prefetch
+from course_lib.data import prepare as prepare_data
+from course_lib.mesh import Mesh
+from course_lib.model import generate
+from course_lib.trainer import metrics
+from course_lib.trainer.settings import Config, Layout
+from course_lib.trainer.step import StepResult, parallelize, training_step
+from course_lib.training import autocast, learning_rate, loss_sum
+
+STOPPED = 75  # exit code of a run that a signal ended after saving (EX_TEMPFAIL: run it again)
+
+
+class TrainingDiverged(RuntimeError):
+    """Too many steps in a row whose gradient was not finite."""
+
+
+class Trainer:
+    """One rank of a run. Make it on every rank, then call `run`."""
+
+    def __init__(self, config: Config, layout: Layout, mesh: Mesh):
+        """Prepare the data, make the model, and go on from the newest checkpoint if there is one.
+
+        Raises DataError, CorpusUnavailable or CheckpointError for what cannot be used.
+        """
+        self.config, self.layout, self.mesh = config, layout, mesh
+        self.directory = Path(config.run.directory)
+        self.prepared = prepare_data(config.data, config.model.vocab)
+        self.train_data, self.held_out = open_datasets(self.prepared, config.data)
+        self.state = parallelize(config.model, config.training, mesh, config.parallel.compile)
+        self.tokens = 0  # valid tokens trained on so far
+        self._resume()
+        self._stop = _StopSignals()
+
+    # ------------------------------------------------------------------------------- the run
+
+    def run(self) -> int:
+        """Train until the last step, or until SIGTERM or Ctrl-C asks to stop.
+
+        Returns 0 after the last step, STOPPED after a signal; both leave a checkpoint. Raises
+        TrainingDiverged after `training.max_skipped` non-finite steps in a row.
+        """
+        steps = self.config.training.steps
+        if self.mesh.is_first:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            (self.directory / "config.toml").write_text(to_toml(self.config.sections()))
+        self._open_logs()
+        batches = prefetch(self._batches(), depth=2)
+        with self._stop:
+            while self.state.optimizer_step < steps and not self._stop_agreed():
+                self._train_one_step(next(batches))
+            batches.close()
+            finished = self.state.optimizer_step >= steps
+            if finished:
+                self.evaluate()
+                self._write_sample()
+            self.save()
+        self._close_logs(finished)
+        return 0 if finished else STOPPED
+
+    def _train_one_step(self, micro_batches) -> None:
+        run, training, state = self.config.run, self.config.training, self.state
+        lr = learning_rate(training, state.optimizer_step)
+        start = time.perf_counter()
+        with collectives.count_traffic() as traffic:
+            result = training_step(state, micro_batches, lr, training.clip_norm, training.precision)
+        self.tokens += result.tokens
+        self._window.add(result.tokens, time.perf_counter() - start, traffic.waiting_s)
+        self._progress.step(result.applied)
+        if not result.applied:
+            self._report_skip(result)
+        if _due(state.data_step, run.log_every):
+            self._log(result, lr)
+        if _due(state.data_step, run.eval_every):
+            self.evaluate()
+        if _due(state.data_step, run.checkpoint_every):
+            self.save()
+
+    def _batches(self) -> Iterator[list]:
+        """This rank's micro-batches of each global batch, from the next data step on."""
+        layout, size = self.layout, self.config.training.micro_batch
+        for step in itertools.count(self.state.data_step):
+            first = self.mesh.rank("dp") * layout.accumulation * size
+            yield [
+                batch(
+                    self.train_data, step, range(at, at + size), layout.global_batch
+                ).to(self.mesh.device)
+                for at in range(first, first + layout.accumulation * size, size)
+            ]  # fmt: skip
+
+    def _stop_agreed(self) -> bool:
+        """Whether any rank was asked to stop: all ranks leave after the same step."""
+        asked = torch.tensor(int(self._stop.asked), device=self.mesh.device)
+        return bool(collectives.all_reduce(asked, self.mesh.world, "stop", op="max").wait())
+
+    def _report_skip(self, result: StepResult) -> None:
+        state, limit = self.state, self.config.training.max_skipped
+        if state.skipped_in_a_row >= limit:
+            self.save()
+            raise TrainingDiverged(
+                f"{limit} steps in a row had a gradient that is not finite (data steps "
+                f"{state.data_step - limit} to {state.data_step - 1}, loss {result.loss}); the "
+                f"weights are those of update {state.optimizer_step}, saved in {self.directory}. "
+                "Lower training.lr, raise training.warmup, or look at the data of these steps."
+            )
+        scale = f"; the loss scale is now {state.scaler.scale:g}" if state.scaler else ""
+        self._progress.say(f"data step {state.data_step - 1}: not finite, skipped{scale}")
+
+    # ------------------------------------------------------------------- evaluation and sample
+
+    @torch.no_grad()
+    def evaluate(self) -> dict | None:
+        """Loss and bits per byte on the held-out text, each target counted once. Collective."""
+        if self.held_out is None:
+            return None
+        model, precision = self.state.model.eval(), self.config.training.precision
+        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)  # nats, targets
+        ranks, rank = self.mesh.size("dp"), self.mesh.rank("dp")
+        for own in evaluation_batches(self.held_out, rank, ranks, self.config.training.micro_batch):
+            own = own.to(self.mesh.device)
+            with autocast(self.mesh.device, precision):
+                logits = model(**own.inputs())
+            total += torch.stack(
+                (loss_sum(logits, own.labels).double(), total.new_tensor(own.valid))
+            )
+        model.train()
+        nats, targets = collectives.all_reduce(total, self.mesh.group("dp"), "evaluation").wait()
+        line = {
+            "step": self.state.data_step,
+            "loss": float(nats / targets),
+            "bits_per_byte": float(nats) / math.log(2) / self.held_out.text_bytes,
+            "tokens": int(targets),
+        }
+        if self._evaluations is not None:
+            self._evaluations.write(line)
+        self._progress.say(
+            f"held-out text after {line['step']} steps: {line['bits_per_byte']:.4f} bits per byte"
+        )
+        return line
+
+    def _write_sample(self) -> None:
+        """Continue the start of the held-out text, and write it to sample.txt."""
+        length = min(self.config.run.sample_tokens, self.config.model.context - 1)
+        if length == 0 or not self.mesh.is_first:
+            return
+        source = self.held_out or self.train_data
+        prompt = torch.from_numpy(source.window(0).tokens[: max(1, (length + 1) // 8)])[None]
+        generator = torch.Generator(self.mesh.device).manual_seed(self.config.training.seed)
+        tokens = generate(
+            self.state.model, prompt.to(self.mesh.device), length + 1 - prompt.shape[1],
+            temperature=0.8, top_k=50, generator=generator,
+        )  # fmt: skip
+        tokenizer = load_tokenizer(self.prepared.tokenizer, self.config.model.vocab)
+        text = tokenizer.decode(tokens[0].tolist())
+        (self.directory / "sample.txt").write_text(text + "\n", encoding="utf-8")
+
+    # ---------------------------------------------------------------------- saving and resuming
+
+    def _run_state(self) -> dict:
+        state = self.state
+        return {
+            "data_step": state.data_step,
+            "optimizer_step": state.optimizer_step,
+            "skipped": state.skipped,
+            "skipped_in_a_row": state.skipped_in_a_row,
+            "tokens": self.tokens,
+            "scaler": asdict(state.scaler) if state.scaler else None,
+        }
+
+    def _identity(self) -> dict:
+        """What must be equal for a resumed run to be the same run."""
+        training = asdict(self.config.training)
+        kept = ("global_batch_tokens", "precision", "optimizer", "seed")
+        return {
+            "model": asdict(self.config.model),
+            "data": self.prepared.fingerprint,
+            "training": {name: training[name] for name in kept},
+        }
+
+    def save(self) -> None:
+        """Write a checkpoint of this step. Collective."""
+        state = self.state
+        checkpoint.save(
+            self.directory / "checkpoints", state.data_step, state.records, state.optimizer,
+            self.mesh, {**self._run_state(), "identity": self._identity()}, self.config.run.keep,
+        )  # fmt: skip
+
+    def _resume(self) -> None:
+        folder = self.directory / "checkpoints"
+        newest = checkpoint.latest(folder, self.mesh)
+        if newest is None:
+            return
+        if not self.config.run.resume:
+            raise checkpoint.CheckpointError(
+                f"{folder} holds checkpoints of an earlier run; choose another run.directory, or "
+                "go on with run.resume = true"
+            )
+        checkpoint.require_same(newest, {"identity": self._identity()})
+        state = self.state
+        saved = checkpoint.load(newest, state.records, state.optimizer, self.mesh)
+        for name in ("data_step", "optimizer_step", "skipped", "skipped_in_a_row"):
+            setattr(state, name, saved[name])
+        self.tokens = saved["tokens"]
+        if state.scaler:
+            state.scaler = type(state.scaler)(**saved["scaler"])
+
+    # ------------------------------------------------------------------------------- reporting
+
+    def _open_logs(self) -> None:
+        first, done = self.mesh.is_first, self.state.data_step
+        self._window = metrics.Window()
+        self._peak = metrics.peak_flops(self.mesh.device, self.config.training.precision)
+        self._progress = metrics.Progress(
+            self.config.training.steps, self.state.optimizer_step, shown=first
+        )
+        self._metrics = self._evaluations = None
+        if first:
+            self._metrics = metrics.JsonLines(self.directory / "metrics.jsonl", done)
+            self._evaluations = metrics.JsonLines(self.directory / "evaluation.jsonl", done)
+        if done:
+            self._progress.say(f"resumed after {done} steps from {self.directory / 'checkpoints'}")
+
+    def _close_logs(self, finished: bool) -> None:
+        if not finished:
+            self._progress.say(f"stopped after {self.state.data_step} steps; saved, run it again")
+        self._progress.close()
+        for log in (self._metrics, self._evaluations):
+            if log is not None:
+                log.close()
+
+    def _log(self, result: StepResult, lr: float) -> None:
+        """Write one line of metrics. Collective: the peak memory is the largest of all ranks."""
+        memory = torch.tensor(metrics.peak_memory_bytes(self.mesh.device), device=self.mesh.device)
+        memory = collectives.all_reduce(memory, self.mesh.world, "metrics", op="max").wait()
+        if self._metrics is None:
+            return
+        tokens_per_s = self._window.tokens / self._window.seconds
+        on_cpu = self.mesh.device.type == "cpu"  # on a GPU the host does not wait: not known
+        line = {
+            "step": self.state.data_step,
+            "loss": _number(result.loss),
+            "grad_norm": _number(result.grad_norm),
+            "lr": lr,
+            "tokens": self.tokens,
+            "tokens_per_s": tokens_per_s,
+            "mfu": metrics.model_flops_utilisation(
+                self.config.model, self.config.data.sequence_length, tokens_per_s,
+                self.mesh.world_size, self._peak,
+            ),
+            "peak_memory_bytes": int(memory),
+            "comm_fraction": self._window.waiting_s / self._window.seconds if on_cpu else None,
+            "skipped": self.state.skipped,
+        }  # fmt: skip
+        self._metrics.write(line)
+        self._progress.log(line)
+        self._window = metrics.Window()
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _number(value: float) -> float | None:
+    """A figure for JSON, which has no NaN and no infinity."""
+    return value if math.isfinite(value) else None
+
+
+class _StopSignals:
+    """While active, SIGTERM and Ctrl-C only leave a note: the running step is finished first."""
+
+    def __init__(self):
+        self.asked = False
+
+    def __enter__(self):
+        self._old = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *exception):
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _note(self, number, frame):
+        self.asked = True

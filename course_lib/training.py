@@ -1,0 +1,187 @@
+"""One device's part of a training step: precision, accumulation, learning rate, optimizer.
+
+The loss is a SUM of token losses. The one divisor is the number of valid tokens in the whole
+global batch, over all micro-batches and all ranks, known before the first backward pass; so
+neither accumulation nor more ranks change the gradient, and fp16 never sees raw sums.
+
+bf16 and fp16 mean: weights, gradients and optimizer state in fp32, matrix products in 16 bits
+under autocast. fp64 is for proofs.
+
+Papers: Loshchilov & Hutter 2019 (AdamW, arXiv 1711.05101; cosine, 1608.03983); Micikevicius et al.
+2018 (mixed precision and loss scaling, 1710.03740).
+"""
+
+import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORE = -100  # label of a position that has no target
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How a model is trained."""
+
+    steps: Annotated[int, "optimizer steps"] = 100
+    global_batch_tokens: Annotated[int, "tokens of one step, over all micro-batches and ranks"] = (
+        4096
+    )
+    micro_batch: Annotated[int, "sequences of one forward pass on one rank"] = 8
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16", "fp64"],
+        "of the matrix products; weights are fp32 (fp64 for proofs)",
+    ] = "fp32"
+    optimizer: Annotated[Literal["adamw", "sgd"], "sgd has no momentum: it is for proofs"] = "adamw"
+    lr: Annotated[float, "highest learning rate"] = 3e-3
+    min_lr: Annotated[float, "last learning rate, as a fraction of the highest"] = 0.1
+    warmup: Annotated[int, "steps until the highest learning rate is used"] = 10
+    schedule: Annotated[Literal["cosine", "linear", "constant"], "decay after warm-up"] = "cosine"
+    weight_decay: Annotated[float, "decoupled, for matrices and embeddings only"] = 0.1
+    beta1: Annotated[float, "AdamW's decay of the mean of gradients"] = 0.9
+    beta2: Annotated[float, "AdamW's decay of the mean of squares"] = 0.95
+    eps: Annotated[float, "AdamW's addend to the root of the mean of squares"] = 1e-8
+    clip_norm: Annotated[float, "largest gradient norm applied; 0: no clipping"] = 1.0
+    max_skipped: Annotated[int, "stop after this many non-finite steps in a row"] = 10
+    seed: Annotated[int, "of initial weights and dropout"] = 0
+
+    def faults(self) -> list[str]:
+        """Everything that is wrong with these values, each with what is allowed."""
+        found = [
+            f"{name} {getattr(self, name)} must be at least {least}"
+            for name, least in (
+                ("steps", 1), ("global_batch_tokens", 1), ("micro_batch", 1), ("warmup", 0),
+                ("weight_decay", 0), ("clip_norm", 0), ("max_skipped", 1), ("seed", 0),
+            )
+            if not getattr(self, name) >= least
+        ]  # fmt: skip
+        for name in ("lr", "eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                found.append(f"{name} {getattr(self, name)} must be positive and finite")
+        if not 0 <= self.min_lr <= 1:
+            found.append(f"min_lr {self.min_lr} is a fraction of lr: from 0 to 1")
+        if self.warmup > self.steps:
+            found.append(f"warmup {self.warmup} exceeds the {self.steps} steps of the run")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                found.append(f"{name} {getattr(self, name)} must be at least 0 and below 1")
+        return found
+
+
+def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the token losses in nats, in fp32 or wider; 0 where every label is ignored.
+
+    logits: (batch, sequence, vocab); labels: (batch, sequence) int64, already shifted, IGNORE
+    where there is no target.
+    """
+    wide = logits.double() if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(
+        wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+
+
+def accumulate(
+    model: nn.Module,
+    micro_batches: Iterable,
+    divisor: int,
+    precision: str = "fp32",
+    loss_scale: float = 1.0,
+) -> Tensor:
+    """Forward and backward over this rank's micro-batches; gradients add up in `.grad`.
+
+    micro_batches: data.Batch, already on the model's device.
+    divisor: valid tokens of the whole global batch, all ranks; 0 counts as 1.
+    loss_scale: factor on the loss before backward (fp16), removed by `finish_gradients`.
+    Returns this rank's part of the mean loss in nats a token, () fp64, without a graph: the sum
+    over ranks is the global batch's loss.
+    """
+    device = next(model.parameters()).device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    divisor = max(divisor, 1)
+    for batch in micro_batches:
+        with autocast(device, precision):
+            logits = model(**batch.inputs())
+        nats = loss_sum(logits, batch.labels)
+        (nats * (loss_scale / divisor)).backward()
+        total += nats.detach()
+    return total / divisor
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager:
+    """The context in which a forward pass runs at this precision."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
+def weight_dtype(precision: str) -> torch.dtype:
+    """The dtype in which weights, gradients and optimizer state are kept."""
+    return torch.float64 if precision == "fp64" else torch.float32
+
+
+def learning_rate(config: TrainingConfig, step: int) -> float:
+    """Learning rate of the update number `step`, counted from 0; a pure function.
+
+    Warm-up rises linearly and reaches `lr` at its last step, so the first update is never 0.
+    From there the decay falls to min_lr x lr at `steps`, and stays there.
+    """
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    peak = max(config.warmup - 1, 0)
+    progress = min((step - peak) / max(config.steps - peak, 1), 1.0)
+    fall = {
+        "cosine": (1 - math.cos(math.pi * progress)) / 2,
+        "linear": progress,
+        "constant": 0.0,
+    }[config.schedule]
+    return config.lr * (1 - (1 - config.min_lr) * fall)
+
+
+def make_optimizer(
+    config: TrainingConfig, parameters: Iterable[tuple[nn.Parameter, bool]]
+) -> torch.optim.Optimizer:
+    """AdamW (fused) or SGD over (parameter, whether it decays) pairs, in two groups.
+
+    The learning rate is set by the trainer before each update.
+    """
+    pairs = [pair for pair in parameters if pair[0].requires_grad]
+    groups = [
+        {"params": [p for p, decays in pairs if decays], "weight_decay": config.weight_decay},
+        {"params": [p for p, decays in pairs if not decays], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr)
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+
+
+@dataclass
+class LossScaler:
+    """The factor that keeps fp16 gradients above the smallest fp16 number.
+
+    Halved when a step overflows, doubled after `growth_interval` steps without an overflow.
+    Whether a step overflowed is decided from the global gradient norm, so all ranks agree.
+    """
+
+    scale: float = 2.0**16
+    growth_interval: int = 2000
+    good_steps: int = 0
+
+    @classmethod
+    def for_precision(cls, precision: str) -> "LossScaler | None":
+        """A scaler for fp16; None for every other precision."""
+        return cls() if precision == "fp16" else None
+
+    def update(self, finite: bool) -> None:
+        """Learn from one step: whether its gradient norm was finite."""
+        if not finite:
+            self.scale, self.good_steps = self.scale / 2, 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.scale, self.good_steps = self.scale * 2, 0
