@@ -71,9 +71,7 @@ def links_lead_somewhere(page: Page) -> Iterator[Problem]:
 def references_can_be_found(page: Page) -> Iterator[Problem]:
     """References are paper titles with arXiv ids (or another address)."""
     first, last = page.section("References")
-    source = "\n".join(
-        cell.source for cell in page.notebook.cells[first:last] if cell.cell_type == "markdown"
-    )
+    source = "\n".join(cell.source for at, cell in page.text() if first <= at < last)
     if last and not re.search(r"arXiv:\d{4}\.\d{4,5}|https?://", source):
         yield first, "give titles with arXiv ids, as in `arXiv:1706.03762`"
 
@@ -94,7 +92,7 @@ def sentences(markdown: str) -> list[str]:
     text = without_code(markdown)
     kept = [line for line in text.splitlines() if not re.match(r"\s*(\||#)", line)]
     # A blank line or a bullet ends a sentence even without a full stop.
-    blocks = re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.) ", "\n" + "\n".join(kept))
+    blocks = re.split(r"\n\s*(?:[-*]|\d+\.) |\n\s*\n", "\n" + "\n".join(kept))
     return [
         sentence
         for block in blocks

@@ -33,8 +33,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-here, copy = Path.cwd(), Path.cwd() / "one-gpu-to-many"
-root = next((p for p in (here, *here.parents) if (p / "course_lib").is_dir()), copy)
+here, clone = Path.cwd(), Path.cwd() / "one-gpu-to-many"
+root = next((p for p in (here, *here.parents) if (p / "course_lib").is_dir()), clone)
 if "google.colab" in sys.modules and not root.exists():
     source = ["--branch", "{branch}", "{repository}"]
     subprocess.run(["git", "clone", "--quiet", "--depth=1", *source, str(root)], check=True)

@@ -1,0 +1,371 @@
+"""The exercises of "The Transformer on one device": count parameters; attend with a KV cache."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from course_lib.model import Attention, ModelConfig, Transformer, attend, build, rotate
+
+from .exercise import Exercise, WrongAnswer
+
+# Exercise 1: parameters by component
+
+COMPONENTS = ("embedding", "positions", "attention", "mlp", "norms", "head")
+
+_SHAPES = (
+    ModelConfig(3, 48, 6, 2, 101, 20, 130, norm="rmsnorm", mlp="swiglu", positions="rope",
+                bias=False, tie_embeddings=False),
+    ModelConfig(2, 40, 5, vocab=97, context=33),
+    ModelConfig(4, 32, 8, 4, 53, 12, 72, mlp="swiglu"),
+    ModelConfig(5, 24, 4, 1, 61, 16, 50, norm="rmsnorm", positions="rope"),
+    ModelConfig(1, 16, 2, vocab=29, context=8, bias=False, tie_embeddings=False),
+)  # fmt: skip
+
+
+def grade_parameter_count(answer: Callable[[ModelConfig], dict[str, int]]) -> None:
+    """Compare the answer with the parameters of real models on the meta device."""
+    if not callable(answer):
+        raise WrongAnswer("give the function itself: write its name without calling it.")
+    for config in _SHAPES:
+        counts, right = answer(config), _really_there(config)
+        if not isinstance(counts, dict):
+            raise WrongAnswer(
+                f"return a dict with the keys {', '.join(COMPONENTS)} and total; yours returned "
+                f"{'nothing' if counts is None else type(counts).__name__}."
+            )
+        if missing := [name for name in (*COMPONENTS, "total") if name not in counts]:
+            raise WrongAnswer(f"your dict has no key {', '.join(missing)}.")
+        for name in COMPONENTS:
+            if counts[name] != right[name]:
+                raise WrongAnswer(_miscounted(config, name, counts[name], right[name]))
+        if counts["total"] != sum(right.values()):
+            raise WrongAnswer(
+                f"every component is right, but total is {counts['total']:,} and their sum is "
+                f"{sum(right.values()):,}."
+            )
+
+
+def _really_there(config: ModelConfig) -> dict[str, int]:
+    """Count the tensors of a real model; a tied weight comes once, under its first name."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    counts = dict.fromkeys(COMPONENTS, 0)
+    kinds = {"position_embedding": "positions", "norm": "norms", "attention_norm": "norms",
+             "mlp_norm": "norms"}  # fmt: skip
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        part = parts[2] if parts[0] == "blocks" else parts[0]
+        counts[kinds.get(part, part)] += parameter.numel()
+    return counts
+
+
+def _miscounted(config: ModelConfig, name: str, given, right: int) -> str:
+    """Name the mistake behind a wrong count of one component."""
+    told = f"{name}: you count {given:,}, the model has {right:,} ({_words(config)}). "
+    return told + dict(reversed(_mistakes(config)[name])).get(
+        given, "Write down the shape of each tensor in it, and multiply."
+    )
+
+
+def _mistakes(config: ModelConfig) -> dict[str, list[tuple[int, str]]]:
+    """Typical wrong counts of each component, the likeliest first, and what to say to each."""
+    c, w, inner, layers = config, config.width, config.inner_width, config.layers
+    narrow, bias = c.key_value_heads * c.head_width, int(c.bias)
+    attention = 2 * w * w + 2 * w * narrow + bias * (2 * w + 2 * narrow)
+    matrices = 3 if c.mlp == "swiglu" else 2
+    mlp = matrices * w * inner + bias * ((matrices - 1) * inner + w)
+    other = 5 - matrices
+    norm = w * (2 if c.norm == "layernorm" and c.bias else 1)
+    rest = "The mistake is a factor of the layers: every block has its own."
+    return {
+        "embedding": [
+            (2 * c.vocab * w, "Count the head under head, and only if it is not tied."),
+            (c.context * w, "That is the position table. The embedding has a row a token id."),
+            ((c.vocab + c.context) * w, "Count the position table under positions."),
+        ],
+        "positions": [
+            (c.context * w, "RoPE turns queries and keys by angles. It has no parameters."),
+            (0, "Learned positions are a table: one row of the width a position."),
+        ],
+        "attention": [
+            (layers * (4 * w * w + bias * 4 * w),
+             "You count keys and values at full width. With grouped heads their matrices have "
+             "only kv_heads × head_width columns."),
+            (layers * (4 * w * w + bias * (2 * w + 2 * narrow)),
+             "You count the matrices of keys and values at full width; their biases are right."),
+            (layers * (2 * w * w + 2 * w * narrow),
+             "The biases are missing: one number an output of each of the four matrices."),
+            (layers * (attention - 2 * w * narrow + 2 * w * c.head_width),
+             "Keys and values have kv_heads × head_width columns, not one head's."),
+            (layers * (attention - w * w - bias * w),
+             "The output projection is missing: it mixes the heads again."),
+            (layers * (attention + bias * 2 * (w - narrow)),
+             "The biases of keys and values are as narrow as their matrices."),
+            (layers * (2 * w * w + 2 * w * narrow + 2 * w + 2 * narrow),
+             "You count biases, but bias is False here."),
+            (attention, rest),
+        ],
+        "mlp": [
+            (layers * (2 * w * inner + bias * (inner + w)),
+             "You count two matrices. SwiGLU has three: gate, up and down."),
+            (layers * (3 * w * inner + bias * (2 * inner + w)),
+             "You count three matrices. The GELU MLP has two: up and down."),
+            (layers * matrices * w * inner,
+             "The biases are missing: up (and gate) have inner_width of them, down has width."),
+            (layers * (matrices * w * 4 * w + bias * ((matrices - 1) * 4 * w + w)),
+             "You use 4 × width, but this config sets mlp_width. Use config.inner_width."),
+            (layers * (other * w * inner + bias * ((other - 1) * inner + w)),
+             "The number of matrices does not fit the kind of MLP."),
+            (layers * (matrices * w * inner + (matrices - 1) * inner + w),
+             "You count biases, but bias is False here."),
+            (mlp, rest),
+        ],
+        "norms": [
+            (0, "The norms are missing. They are small, but each one has a weight."),
+            (2 * layers * norm, "The last norm, before the head, is missing."),
+            ((layers + 1) * norm, "A block has two norms: before attention and before the MLP."),
+            ((2 * layers + 1) * w, "LayerNorm has a weight and, with bias, also a bias."),
+            ((2 * layers + 1) * 2 * w,
+             "RMSNorm has only a weight." if c.norm == "rmsnorm"
+             else "LayerNorm has no bias where bias is False."),
+            (3 * norm, rest),
+        ],
+        "head": [
+            (c.vocab * w,
+             "You count the tied head twice: it is the embedding's own tensor, so it adds 0."),
+            (0, "This head is not tied: it is a second matrix of vocab × width."),
+            ((c.vocab + 1) * w, "The head has no bias."),
+            (c.vocab * w + c.vocab, "The head has no bias."),
+        ],
+    }  # fmt: skip
+
+
+def _words(config: ModelConfig) -> str:
+    heads = f"{config.heads} heads, {config.key_value_heads} kv_heads"
+    tied = "tied" if config.tie_embeddings else "untied"
+    bias = "with bias" if config.bias else "no bias"
+    return (
+        f"layers {config.layers}, width {config.width}, {heads}, {config.mlp}, {config.norm}, "
+        f"{config.positions}, {bias}, {tied}"
+    )
+
+
+# Exercise 2: one attention layer with a KV cache
+
+
+def attend_with_cache(layer: Attention, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+    """Attention of new tokens over all tokens so far; keys and values of old ones are kept.
+
+    x: (batch, new, width); cache: {} at first, then "keys" and "values", each
+    (batch, kv_heads, seen, head_width). Returns (batch, new, width) and extends the cache.
+
+    The library does the same in three places: `Transformer.forward` (positions and mask),
+    `Attention.forward` (rotation, then the cache), `KVCache.extend`.
+    """
+    past, new = cache["keys"].shape[2] if cache else 0, x.shape[1]
+    query, key, value = _projected(layer, x)
+    turn = _angles(torch.arange(past, past + new), layer.head_width)
+    query, key = rotate(query, *turn), rotate(key, *turn)  # keys once, before they are kept
+    if cache:
+        key = torch.cat((cache["keys"], key), dim=2)
+        value = torch.cat((cache["values"], value), dim=2)
+    cache.update(keys=key, values=value)
+    mask = torch.ones(new, past + new, dtype=torch.bool).tril(past)  # aligned bottom-right
+    mixed = attend(query, key, value, mask, None, 0)  # (batch, heads, new, head_width)
+    return layer.output(mixed.transpose(1, 2).flatten(2))
+
+
+def _projected(layer: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of x, each (batch, its heads, new, head_width)."""
+    split = (*x.shape[:2], -1, layer.head_width)
+    parts = (project(x).view(split) for project in (layer.query, layer.key, layer.value))
+    return tuple(part.transpose(1, 2) for part in parts)
+
+
+def _angles(positions: Tensor, head_width: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of RoPE's angles (base 10,000), each (sequence, head_width / 2)."""
+    frequency = 10_000.0 ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
+    angle = positions[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+_ATTENTION_SHAPES = (  # (width, heads, kv_heads), and the pieces in which the tokens arrive
+    ((32, 4, 4), (5, 1, 1)),
+    ((48, 6, 2), (1, 3, 1, 4)),
+)
+
+_CACHE_MISTAKES = {
+    "top-left mask": "The causal mask is aligned top-left, so a later piece sees only the first "
+    "keys. New token i may see past + i + 1 keys: use tril(past). `is_causal=True` aligns "
+    "top-left too.",
+    "positions restart": "Positions restart at 0 in every piece. The first new token stands at "
+    "position past.",
+    "keys rotated twice": "Keys that were already rotated are rotated again. Rotate only the new "
+    "keys before they enter the cache, or keep unrotated keys.",
+    "no mask": "No mask: tokens see later tokens of the same piece.",
+    "cache never filled": "The cache is not kept: every piece looks like the first one. Store "
+    "all keys and values in `cache` before you return.",
+    "only new keys": "Each piece attends only to its own keys. Join the cached keys and values "
+    "in front of the new ones.",
+    "queries not rotated": "Queries are not rotated. RoPE turns queries and keys.",
+    "keys not rotated": "Keys are not rotated. RoPE turns queries and keys.",
+    "nothing rotated": "Neither queries nor keys are rotated, so the order of tokens is lost.",
+    "values rotated": "Values are rotated too. RoPE turns queries and keys only.",
+    "heads repeated": "Query heads meet the wrong keys: with 6 heads and 2 kv_heads, query heads "
+    "0, 1, 2 share the first. Use repeat_interleave, not repeat, or enable_gqa=True.",
+    "no scale": "The scores are not divided by the square root of head_width.",
+    "no output": "The output projection is missing: return layer.output(…).",
+}
+
+
+def grade_attention_with_cache(answer: Callable[[Attention, Tensor, dict], Tensor]) -> None:
+    """Feed the tokens in pieces, in fp64; the whole sequence at once must give the same."""
+    if not callable(answer):
+        raise WrongAnswer("give the function itself: write its name without calling it.")
+    for shape, pieces in _ATTENTION_SHAPES:
+        layer, x = _layer_and_input(*shape, length=sum(pieces))
+        with torch.no_grad():
+            right = attend_with_cache(layer, x, {})  # one piece: nothing comes from a cache
+            cache: dict[str, Tensor] = {}
+            given = [answer(layer, piece, cache) for piece in x.split(pieces, dim=1)]
+            _compare(layer, x, pieces, given, right, cache)
+
+
+def _layer_and_input(width: int, heads: int, kv_heads: int, length: int):
+    config = ModelConfig(1, width, heads, kv_heads, positions="rope", bias=False)
+    layer = build(config, dtype=torch.float64).blocks[0].attention
+    with torch.no_grad():
+        for parameter in layer.parameters():  # initial weights give scores near 0: all masks alike
+            parameter.mul_(0.4 / parameter.std())
+    generator = torch.Generator().manual_seed(1)
+    return layer, torch.randn(2, length, width, dtype=torch.float64, generator=generator)
+
+
+def _compare(layer, x, pieces, given: list, right: Tensor, cache: dict) -> None:
+    """Raise WrongAnswer where a piece differs from the same tokens of the whole sequence."""
+    seen = 0
+    for number, (got, wanted) in enumerate(zip(given, right.split(pieces, dim=1)), 1):
+        where = f"piece {number} ({wanted.shape[1]} new tokens after {seen}): "
+        if not isinstance(got, Tensor) or got.shape != wanted.shape:
+            what = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
+            raise WrongAnswer(f"{where}return a tensor of {tuple(wanted.shape)}; yours: {what}.")
+        error = (got - wanted).abs().max().item()
+        if not error < 1e-9:
+            if error < 1e-5:
+                raise WrongAnswer(
+                    f"{where}off by {error:.0e}: right, but rounded to float32 on the way. Keep "
+                    "the dtype of x."
+                )
+            raise WrongAnswer(where + _cache_mistake(layer, x, pieces, given, error))
+        seen += wanted.shape[1]
+    kept = cache.get("keys")
+    key_value = layer.key.out_features // layer.head_width
+    if isinstance(kept, Tensor) and kept.shape[1] != key_value:
+        raise WrongAnswer(
+            f"right numbers, but the cache keeps {kept.shape[1]} heads, and there are "
+            f"{key_value} kv_heads. Repeat heads after the cache, or the memory is not saved."
+        )
+    if not cache:
+        raise WrongAnswer("right numbers, but `cache` is empty: where are the keys kept?")
+
+
+def _cache_mistake(layer, x, pieces, given: list, error: float) -> str:
+    for mistake, told in _CACHE_MISTAKES.items():
+        for variant in (mistake, f"{mistake}, again"):
+            state: dict[str, Tensor] = {}
+            wrong = [_attend_wrongly(layer, piece, state, variant) for piece in x.split(pieces, 1)]
+            if all((a - b).abs().max() < 1e-6 for a, b in zip(given, wrong)):
+                return told
+    return (
+        f"the output differs by up to {error:.2g} from that of the whole sequence. Compare "
+        "positions, keys and mask of this piece with those of the same tokens in one piece."
+    )
+
+
+def _attend_wrongly(layer: Attention, x: Tensor, state: dict, mistake: str) -> Tensor:
+    """`attend_with_cache` with one mistake in it, by hand: to recognise the learner's."""
+    past, new = state["keys"].shape[2] if "keys" in state else 0, x.shape[1]
+    query, key, value = _projected(layer, x)
+
+    def turned(tensor: Tensor, first: int) -> Tensor:
+        positions = torch.arange(first, first + tensor.shape[2])
+        return rotate(tensor, *_angles(positions, layer.head_width))
+
+    first = 0 if mistake.startswith("positions restart") else past
+    if mistake not in ("queries not rotated", "nothing rotated"):
+        query = turned(query, first)
+    if mistake not in ("keys not rotated", "nothing rotated", "keys rotated twice, again"):
+        key = turned(key, first)
+    if mistake == "values rotated":
+        value = turned(value, first)
+    if "keys" in state and mistake != "only new keys":
+        key = torch.cat((state["keys"], key), dim=2)
+        value = torch.cat((state["values"], value), dim=2)
+    kept = torch.cat((state["keys"], key), dim=2) if _counts_on(state, mistake) else key
+    if mistake == "keys rotated twice":  # the cache holds rotated keys, all are rotated again
+        key = turned(key, 0)
+    if mistake == "keys rotated twice, again":  # and here the result goes back to the cache
+        kept = key = turned(key, 0)
+    if mistake == "positions restart, again":  # the mask restarts as well
+        past = 0
+    if mistake != "cache never filled":
+        state.update(keys=kept, values=value)
+    visible = torch.ones(new, key.shape[2], dtype=torch.bool).tril(
+        0 if mistake.startswith("top-left") else key.shape[2] - new
+    )
+    if mistake == "no mask":
+        visible = torch.ones_like(visible)
+    groups = query.shape[1] // key.shape[1]
+    if mistake == "heads repeated":
+        key, value = key.repeat(1, groups, 1, 1), value.repeat(1, groups, 1, 1)
+    else:
+        key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+    scores = query @ key.transpose(-2, -1)
+    if mistake != "no scale":
+        scores = scores / layer.head_width**0.5
+    mixed = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value
+    mixed = mixed.transpose(1, 2).flatten(2)
+    return mixed if mistake == "no output" else layer.output(mixed)
+
+
+def _counts_on(state: dict, mistake: str) -> bool:
+    return mistake == "only new keys" and "keys" in state
+
+
+EXERCISES = (
+    Exercise(
+        name="transformer/1",
+        title="count the parameters of any decoder",
+        difficulty=2,
+        minutes=15,
+        hints=(
+            "Go through the parts of `Transformer` one by one. For each tensor write its shape: "
+            "a linear layer from a to b has a × b weights, and b biases if config.bias.",
+            "Keys and values have config.key_value_heads × config.head_width columns. SwiGLU has "
+            "three matrices of width × inner_width. There are 2 × layers + 1 norms.",
+            "A tied head adds 0. RoPE adds 0. RMSNorm has one vector; LayerNorm has two with "
+            "bias. Biases a block: 2 × width + 2 × kv_width in attention; inner_width for up (and "
+            "gate) and width for down in the MLP.",
+        ),
+        solution="course_lib.model:count_parameters",
+        grade=grade_parameter_count,
+    ),
+    Exercise(
+        name="transformer/2",
+        title="one attention layer with a KV cache",
+        difficulty=3,
+        minutes=20,
+        hints=(
+            "Let past be the number of tokens in the cache. Which positions do the new tokens "
+            "have? How many keys may each of them see?",
+            "Rotate the new queries and the new keys at positions past … past + new - 1. Then "
+            "join old and new keys along dimension 2, and keep the result.",
+            "The mask has `new` rows and `past + new` columns: torch.ones(new, past + new, "
+            "dtype=torch.bool).tril(past). `attend(query, key, value, mask, None, 0)` does the "
+            "rest, also with grouped heads.",
+        ),
+        solution="course_lib.classroom.checks.transformer:attend_with_cache",
+        grade=grade_attention_with_cache,
+    ),
+)
