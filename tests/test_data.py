@@ -210,8 +210,10 @@ def test_a_long_document_is_encoded_in_pieces_without_a_difference(tokenizer, mo
     text = "".join(TEXTS) * 3 + "\n \n\n x\n\n" + TEXTS[0]
     whole = tokenizer.encode(text)
     monkeypatch.setattr(tokenizer_module, "_PIECE", 50)
-    assert len(list(tokenizer_module._pieces(text))) > 50
+    assert len(list(tokenizer_module._pieces(text, 50))) > 50
     assert tokenizer.encode(text) == whole
+    monkeypatch.setattr(tokenizer_module, "_LESSON", 50)
+    assert train_tokenizer(TEXTS, 400).sha256 == tokenizer.sha256
 
 
 def test_ids_that_the_tokenizer_lacks_decode_to_nothing(tokenizer):

@@ -18,7 +18,8 @@ END_OF_TEXT = "<|endoftext|>"  # opens every document
 SMALLEST_VOCAB = 257  # the 256 bytes and END_OF_TEXT
 
 _PIECE = 1 << 16  # characters encoded at once; bounds memory on long documents
-_PIECES = 64  # pieces encoded in one call of the library, in parallel threads
+_PIECES = 16  # pieces encoded in one call of the library, in parallel threads
+_LESSON = 1 << 13  # characters learned from at once: the library gathers 256 of them in memory
 
 
 class TextTokenizer:
@@ -64,7 +65,7 @@ class TextTokenizer:
         self.core.save(str(path))
 
     def _encode(self, text: str) -> Iterator[list[int]]:
-        pieces = list(_pieces(text))
+        pieces = list(_pieces(text, _PIECE))
         for first in range(0, len(pieces), _PIECES):
             chunk = pieces[first : first + _PIECES]
             for piece in self.core.encode_batch_fast(chunk, add_special_tokens=False):
@@ -93,7 +94,8 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> TextTokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    core.train_from_iterator(texts, trainer)
+    pieces = (piece for text in texts for piece in _pieces(text, _LESSON))
+    core.train_from_iterator(pieces, trainer)
     return TextTokenizer(core)
 
 
@@ -119,11 +121,11 @@ def load_tokenizer(path: str | Path, vocab: int | None = None) -> TextTokenizer:
     return tokenizer
 
 
-def _pieces(text: str) -> Iterator[str]:
+def _pieces(text: str, size: int) -> Iterator[str]:
     """Cut a long text where BPE never merges: after a single line break between two words."""
     start = 0
-    while len(text) - start > _PIECE:
-        cut = text.find("\n", start + _PIECE)
+    while len(text) - start > size:
+        cut = text.find("\n", start + size)
         while cut != -1 and (text[cut - 1].isspace() or text[cut + 1 : cut + 2].strip() == ""):
             cut = text.find("\n", cut + 1)
         if cut == -1:
