@@ -53,7 +53,7 @@ KINDS: Mapping[str, Kind] = {
     "attention": Kind("#44AA99", "///", "s", "--"),
     "mlp": Kind("#DDCC77", "xxx", "^", "-."),
     "head": Kind("#882255", "...", "D", ":"),
-    "norms": Kind("#BBBBBB", "---", "v", "-"),
+    "norms": Kind("#EEEEEE", "---", "v", "-"),
 }
 
 # For curves that are runs or models rather than kinds: always colour + line + marker.
