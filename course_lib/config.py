@@ -150,7 +150,14 @@ def to_toml(sections: Mapping[str, Any]) -> str:
         docs = typing.get_type_hints(type(section), include_extras=True)
         for field in fields(section):
             value = getattr(section, field.name)
-            shown = '"none"' if value is None else json.dumps(value)
-            lines.append(f"{field.name} = {shown}  # {docs[field.name].__metadata__[0]}")
+            lines.append(f"{field.name} = {_show(value)}  # {docs[field.name].__metadata__[0]}")
         lines.append("")
     return "\n".join(lines)
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return '"none"'
+    if isinstance(value, float):
+        return repr(value)  # also inf and nan, which JSON writes otherwise
+    return json.dumps(value, ensure_ascii=False)  # TOML has no surrogate pairs

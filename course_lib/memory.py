@@ -34,15 +34,20 @@ def count_saved_activations(excluded: Iterable[Tensor] = ()) -> Iterator[SavedAc
     counted for two tensors.
     """
     saved = SavedActivations()
-    present = {tensor.untyped_storage().data_ptr() for tensor in excluded}
+    present = {_key(tensor.untyped_storage()) for tensor in excluded}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in present:
-            saved.bytes_by_storage[storage.data_ptr()] = storage.nbytes()
+        if _key(storage) not in present:
+            saved.bytes_by_storage[_key(storage)] = storage.nbytes()
             saved._alive.append(storage)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         yield saved
     saved._alive.clear()
+
+
+def _key(storage: torch.UntypedStorage) -> int:
+    # Of the storage itself: on the meta device every memory address is 0.
+    return storage._cdata

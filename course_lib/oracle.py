@@ -105,6 +105,7 @@ def random_batch(config: ModelConfig, samples: int, step: int, seed: int = 0) ->
     shape = (samples, config.context)
     tokens = torch.randint(config.vocab, (samples, config.context + 1), generator=generator)
     keep = torch.rand(shape, generator=generator) < torch.arange(samples)[:, None] / samples
+    keep[-1, -1] = True  # a mean over no tokens at all would be NaN
     labels = tokens[:, 1:].masked_fill(~keep, IGNORE)
     return Batch(
         tokens=tokens[:, :-1].contiguous(),
@@ -206,8 +207,9 @@ def take_snapshot(state: TrainingState, loss: float, grad_norm: float) -> Snapsh
 def compare(
     got: Snapshot, want: Snapshot, dtype: torch.dtype, where: str = "", hints: dict | None = None
 ) -> None:
-    """Raise AssertionError at the first difference: loss, norm, gradients, weights, in this order.
+    """Raise AssertionError at the first difference: loss, gradients, their norm, weights.
 
+    The message names the first parameter that differs, the ratio, and how many differ.
     A tensor passes if ||got - want|| <= tolerance x max(||want||, floor x the gradient's norm),
     with the tolerance and floor of the dtype that was trained in.
     hints: sizes of mesh axes and the accumulation count, to explain a ratio.
@@ -216,27 +218,37 @@ def compare(
     floor = FLOOR[dtype] * math.sqrt(
         sum(float(g.double().norm()) ** 2 for g in want.gradients.values())
     )
-    scalars = [("loss", got.loss, want.loss), ("gradient norm", got.grad_norm, want.grad_norm)]
-    for name, a, b in scalars:
-        _check(f"{where}: {name}", torch.tensor(a), torch.tensor(b), tolerance, 0.0, hints)
+    loss = _difference("loss", got.loss, want.loss, tolerance, 0.0, hints)
+    if loss:
+        raise AssertionError(f"{where}: {loss}")
+    norm = _difference("gradient norm", got.grad_norm, want.grad_norm, tolerance, 0.0, hints)
     for kind in ("gradients", "weights"):
         ours, theirs = getattr(got, kind), getattr(want, kind)
         if missing := theirs.keys() ^ ours.keys():
             raise AssertionError(f"{where}: {kind} of {sorted(missing)} are on one side only")
-        for name in theirs:
-            label = f"{where}: {kind[:-1]} of {name}"
-            _check(label, ours[name], theirs[name], tolerance, floor, hints)
+        found = [
+            _difference(f"{kind[:-1]} of {name}", ours[name], theirs[name], tolerance, floor, hints)
+            for name in theirs
+        ]
+        found = [text for text in found if text]
+        if found:
+            also = f"\n{norm}" if norm and kind == "gradients" else ""
+            raise AssertionError(
+                f"{where}: {found[0]}\n{len(found)} of {len(theirs)} {kind} differ{also}"
+            )
+        if norm:
+            raise AssertionError(f"{where}: {norm}")
 
 
-def _check(label: str, got: Tensor, want: Tensor, tolerance: float, floor: float, hints) -> None:
-    got, want = got.detach().double().cpu(), want.detach().double().cpu()
+def _difference(label: str, got, want, tolerance: float, floor: float, hints) -> str | None:
+    got, want = (torch.as_tensor(x, dtype=torch.float64).detach().cpu() for x in (got, want))
     if got.shape != want.shape:
-        raise AssertionError(f"{label} has shape {tuple(got.shape)}, not {tuple(want.shape)}")
+        return f"{label} has shape {tuple(got.shape)}, not {tuple(want.shape)}"
     difference = float((got - want).norm())
     if difference <= tolerance * max(float(want.norm()), floor):
-        return
+        return None
     ratio = float((got * want).sum() / (want * want).sum().clamp_min(1e-300))
-    raise AssertionError(
+    return (
         f"{label} differs: {ratio:.4g} x the reference, relative difference "
         f"{difference / max(float(want.norm()), floor, 1e-300):.2e} (allowed {tolerance:.0e})"
         f"{explain_ratio(ratio, hints or {})}"
@@ -254,14 +266,13 @@ def explain_ratio(ratio: float, sizes: dict[str, int]) -> str:
         "pp": ("divided by the stages", "counted on every stage"),
         "acc": ("averaged over micro-batches and divided again", "not divided by the accumulation"),
     }
+    found = []
     for axis, (small, large) in words.items():
         size = sizes.get(axis, 1)
-        if size == 1:
-            continue
-        if math.isclose(ratio, 1 / size, rel_tol=1e-3):
-            return f". 1/{size}: {small} ({axis} = {size})?"
-        if math.isclose(ratio, size, rel_tol=1e-3):
-            return f". {size}: {large} ({axis} = {size})?"
+        if size > 1 and math.isclose(ratio, 1 / size, rel_tol=1e-3):
+            found.append(f"1/{size}: {small} ({axis} = {size})?")
+        if size > 1 and math.isclose(ratio, size, rel_tol=1e-3):
+            found.append(f"{size}: {large} ({axis} = {size})?")
     if math.isclose(ratio, 0, abs_tol=1e-9):
-        return ". 0: no gradient arrives here?"
-    return ""
+        found.append("0: no gradient arrives here?")
+    return ". " + " Or ".join(found) if found else ""

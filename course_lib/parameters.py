@@ -151,6 +151,8 @@ def initialise(records: Iterable[ParameterRecord], seed: int) -> None:
     for record in records:
         record.parameter.zero_()
         for box in record.boxes:
+            if box.elements == 0:  # an empty shard lies in no block of rows
+                continue
             first, last = box.place[0].start, box.place[0].stop
             rows = initial_rows(record.name, record.spec, record.shape, first, last, seed)
             record.parameter[box.local] = rows[(slice(None), *box.place[1:])].to(record.parameter)
@@ -194,11 +196,12 @@ def gather_full(
         dist.all_gather_object(everyone, shapes, group=mesh.world)
         shapes = {name: shape for part in everyone for name, shape in part.items()}
     dtype = next(iter(tensors.values())).dtype
-    full = {}
-    for name, shape in shapes.items():
-        joined = torch.zeros(shape, dtype=dtype, device=mesh.device)
-        if name in held and held[name].owner:
-            for box in held[name].boxes:
-                joined[box.place] = tensors[name][box.local]
-        full[name] = collectives.all_reduce(joined, mesh.world, "proof").wait()
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    joined = torch.zeros(sum(sizes), dtype=dtype, device=mesh.device)
+    full = {name: part.view(shapes[name]) for name, part in zip(shapes, joined.split(sizes))}
+    for name, record in held.items():
+        if record.owner:
+            for box in record.boxes:
+                full[name][box.place] = tensors[name][box.local]
+    collectives.all_reduce(joined, mesh.world, "proof").wait()
     return full
