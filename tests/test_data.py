@@ -223,7 +223,7 @@ def test_ids_that_the_tokenizer_lacks_decode_to_nothing(tokenizer):
 def test_a_vocabulary_smaller_than_the_bytes_is_refused(texts):
     with pytest.raises(ValueError, match="vocab >= 257"):
         train_tokenizer(TEXTS, 256)
-    with pytest.raises(ValueError, match=r"model.vocab = 100 is too small.*257"):
+    with pytest.raises(ValueError, match=r"\[model\] vocab = 100 is too small.*257"):
         prepare(configure(texts), 100)
 
 
@@ -669,7 +669,7 @@ def test_all_faults_of_a_configuration_are_named_at_once():
     ):
         assert part in faults
     assert len(config.faults()) == 5
-    with pytest.raises(ValueError, match=r"data\.corpus[\s\S]*data\.held_out"):
+    with pytest.raises(ValueError, match=r"\[data\] corpus[\s\S]*\[data\] held_out"):
         prepare(config, 300)
     assert DataConfig().faults() == []
 

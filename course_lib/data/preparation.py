@@ -61,22 +61,22 @@ class DataConfig:
         if self.corpus not in CORPORA and not Path(self.corpus).expanduser().exists():
             near = difflib.get_close_matches(self.corpus, CORPORA, 1) or ["shakespeare"]
             faults.append(
-                f"data.corpus = {self.corpus!r} is neither a corpus nor a path that exists; "
+                f"corpus = {self.corpus!r} is neither a corpus nor a path that exists; "
                 f"nearest: {near[0]!r} (corpora: {', '.join(CORPORA)})"
             )
         if self.tokenizer != "bpe" and not Path(self.tokenizer).expanduser().is_file():
             faults.append(
-                f"data.tokenizer = {self.tokenizer!r} is neither 'bpe' nor a file; nearest: 'bpe'"
+                f"tokenizer = {self.tokenizer!r} is neither 'bpe' nor a file; nearest: 'bpe'"
             )
         if self.sequence_length < 1:
-            faults.append(f"data.sequence_length = {self.sequence_length} must be at least 1")
+            faults.append(f"sequence_length = {self.sequence_length} must be at least 1")
         if self.packing not in ("stream", "pad"):
             near = difflib.get_close_matches(str(self.packing), ("stream", "pad"), 1) or ["stream"]
-            faults.append(f"data.packing = {self.packing!r} is unknown; nearest: {near[0]!r}")
+            faults.append(f"packing = {self.packing!r} is unknown; nearest: {near[0]!r}")
         if not 0 <= self.held_out < 1:
             nearest = 0.0 if self.held_out < 0 else 0.5
             faults.append(
-                f"data.held_out = {self.held_out} must be 0 or more and below 1; nearest: {nearest}"
+                f"held_out = {self.held_out} must be 0 or more and below 1; nearest: {nearest}"
             )
         return faults
 
@@ -118,9 +118,9 @@ def prepare(config: DataConfig, vocab: int, fallback: str | None = None) -> Prep
         DataError: an empty corpus, text that is not UTF-8, an unfitting tokenizer.
         ValueError: impossible settings.
     """
-    faults = config.faults()
+    faults = [f"[data] {fault}" for fault in config.faults()]
     if config.tokenizer == "bpe" and vocab < SMALLEST_VOCAB:
-        faults.append(f"model.vocab = {vocab} is too small for bytes; nearest: {SMALLEST_VOCAB}")
+        faults.append(f"[model] vocab = {vocab} is too small for bytes; nearest: {SMALLEST_VOCAB}")
     if faults:
         raise ValueError("\n".join(faults))
     cache = Path(config.cache).expanduser() if config.cache else default_cache()
