@@ -47,7 +47,7 @@ KINDS: Mapping[str, Kind] = {
     "gradients": Kind("#E69F00", "///", "s", "--"),
     "optimizer": Kind("#CC79A7", "xxx", "D", "-."),
     "activations": Kind("#F0E442", "...", "^", ":"),
-    "buffers": Kind("#8C8C8C", "---", "v", "-"),
+    "buffers": Kind("#4D4D4D", "---", "v", "-"),
     # parts of a model
     "embedding": Kind("#332288", "", "o", "-"),
     "attention": Kind("#44AA99", "///", "s", "--"),
@@ -91,8 +91,9 @@ def subplots(rows: int = 1, columns: int = 1, width: float = 7.0, height: float 
     """
     import matplotlib.pyplot as plt
 
-    with plt.rc_context(_STYLE):
-        return plt.subplots(rows, columns, figsize=(width, height), layout="constrained", **options)
+    # For the whole session: titles and legends read the style when they are made, which is later.
+    plt.rcParams.update(_STYLE)
+    return plt.subplots(rows, columns, figsize=(width, height), layout="constrained", **options)
 
 
 def style(kind: str) -> dict:
@@ -101,7 +102,10 @@ def style(kind: str) -> dict:
     Raises KeyError that names the known kinds.
     """
     look = _look(kind)
-    return {"facecolor": look.colour, "hatch": look.hatch, "edgecolor": "white", "linewidth": 0.5}
+    # The hatch is drawn in the edge's colour: dark on light areas, white on dark ones.
+    red, green, blue = (int(look.colour[at : at + 2], 16) for at in (1, 3, 5))
+    edge = "#404040" if 0.3 * red + 0.59 * green + 0.11 * blue > 160 else "white"
+    return {"facecolor": look.colour, "hatch": look.hatch, "edgecolor": edge, "linewidth": 0.5}
 
 
 def line_style(kind: str | int) -> dict:
@@ -130,8 +134,7 @@ def show(fig: "Figure", alt: str, finding: str) -> None:
     import matplotlib.pyplot as plt
 
     picture = io.BytesIO()
-    with plt.rc_context(_STYLE):
-        fig.savefig(picture, format="png", dpi=110)
+    fig.savefig(picture, format="png", dpi=110)
     plt.close(fig)  # otherwise the notebook shows it a second time, without its text
     _display(picture.getvalue(), alt.strip())
     print(textwrap.fill(f"Figure: {finding.strip()}", 100))
