@@ -37,6 +37,8 @@ def grade_parameter_count(answer: Callable[[ModelConfig], dict[str, int]]) -> No
         if missing := [name for name in (*COMPONENTS, "total") if name not in counts]:
             raise WrongAnswer(f"your dict has no key {', '.join(missing)}.")
         for name in COMPONENTS:
+            if not isinstance(counts[name], (int, float)):
+                raise WrongAnswer(f"{name} must be a number, not a {type(counts[name]).__name__}.")
             if counts[name] != right[name]:
                 raise WrongAnswer(_miscounted(config, name, counts[name], right[name]))
         if counts["total"] != sum(right.values()):
@@ -195,6 +197,11 @@ _ATTENTION_SHAPES = (  # (width, heads, kv_heads), and the pieces in which the t
     ((48, 6, 2), (1, 3, 1, 4)),
 )
 
+_ONLY_NEW_KEYS = (
+    "Each piece attends only to its own keys. Join the cached keys and values in front of the new "
+    "ones."
+)
+
 _CACHE_MISTAKES = {
     "top-left mask": "The causal mask is aligned top-left, so a later piece sees only the first "
     "keys. New token i may see past + i + 1 keys: use tril(past). `is_causal=True` aligns "
@@ -206,8 +213,6 @@ _CACHE_MISTAKES = {
     "no mask": "No mask: tokens see later tokens of the same piece.",
     "cache never filled": "The cache is not kept: every piece looks like the first one. Store "
     "all keys and values in `cache` before you return.",
-    "only new keys": "Each piece attends only to its own keys. Join the cached keys and values "
-    "in front of the new ones.",
     "queries not rotated": "Queries are not rotated. RoPE turns queries and keys.",
     "keys not rotated": "Keys are not rotated. RoPE turns queries and keys.",
     "nothing rotated": "Neither queries nor keys are rotated, so the order of tokens is lost.",
@@ -257,7 +262,7 @@ def _compare(layer, x, pieces, given: list, right: Tensor, cache: dict) -> None:
                     f"{where}off by {error:.0e}: right, but rounded to float32 on the way. Keep "
                     "the dtype of x."
                 )
-            raise WrongAnswer(where + _cache_mistake(layer, x, pieces, given, error))
+            raise WrongAnswer(where + _cache_mistake(layer, x, pieces, given, cache, error))
         seen += wanted.shape[1]
     kept = cache.get("keys")
     key_value = layer.key.out_features // layer.head_width
@@ -270,13 +275,14 @@ def _compare(layer, x, pieces, given: list, right: Tensor, cache: dict) -> None:
         raise WrongAnswer("right numbers, but `cache` is empty: where are the keys kept?")
 
 
-def _cache_mistake(layer, x, pieces, given: list, error: float) -> str:
+def _cache_mistake(layer, x, pieces, given: list, cache: dict, error: float) -> str:
     for mistake, told in _CACHE_MISTAKES.items():
         for variant in (mistake, f"{mistake}, again"):
             state: dict[str, Tensor] = {}
             wrong = [_attend_wrongly(layer, piece, state, variant) for piece in x.split(pieces, 1)]
             if all((a - b).abs().max() < 1e-6 for a, b in zip(given, wrong)):
-                return told
+                # RoPE is relative, so the numbers are the same with and without an unread cache.
+                return _ONLY_NEW_KEYS if mistake == "cache never filled" and cache else told
     return (
         f"the output differs by up to {error:.2g} from that of the whole sequence. Compare "
         "positions, keys and mask of this piece with those of the same tokens in one piece."
@@ -285,7 +291,7 @@ def _cache_mistake(layer, x, pieces, given: list, error: float) -> str:
 
 def _attend_wrongly(layer: Attention, x: Tensor, state: dict, mistake: str) -> Tensor:
     """`attend_with_cache` with one mistake in it, by hand: to recognise the learner's."""
-    past, new = state["keys"].shape[2] if "keys" in state else 0, x.shape[1]
+    past, new = state.get("seen", 0), x.shape[1]
     query, key, value = _projected(layer, x)
 
     def turned(tensor: Tensor, first: int) -> Tensor:
@@ -299,23 +305,20 @@ def _attend_wrongly(layer: Attention, x: Tensor, state: dict, mistake: str) -> T
         key = turned(key, first)
     if mistake == "values rotated":
         value = turned(value, first)
-    if "keys" in state and mistake != "only new keys":
+    if past:
         key = torch.cat((state["keys"], key), dim=2)
         value = torch.cat((state["values"], value), dim=2)
-    kept = torch.cat((state["keys"], key), dim=2) if _counts_on(state, mistake) else key
-    if mistake == "keys rotated twice":  # the cache holds rotated keys, all are rotated again
+    kept = key
+    if mistake == "keys rotated twice":  # the cache holds rotated keys; all are rotated again
         key = turned(key, 0)
-    if mistake == "keys rotated twice, again":  # and here the result goes back to the cache
+    if mistake == "keys rotated twice, again":  # and here the result goes back into the cache
         kept = key = turned(key, 0)
-    if mistake == "positions restart, again":  # the mask restarts as well
-        past = 0
     if mistake != "cache never filled":
-        state.update(keys=kept, values=value)
-    visible = torch.ones(new, key.shape[2], dtype=torch.bool).tril(
-        0 if mistake.startswith("top-left") else key.shape[2] - new
-    )
-    if mistake == "no mask":
-        visible = torch.ones_like(visible)
+        state.update(seen=past + new, keys=kept, values=value)
+    top_left = mistake in ("top-left mask", "positions restart, again")
+    visible = torch.ones(new, key.shape[2], dtype=torch.bool)
+    if mistake != "no mask":
+        visible = visible.tril(0 if top_left else key.shape[2] - new)
     groups = query.shape[1] // key.shape[1]
     if mistake == "heads repeated":
         key, value = key.repeat(1, groups, 1, 1), value.repeat(1, groups, 1, 1)
@@ -327,10 +330,6 @@ def _attend_wrongly(layer: Attention, x: Tensor, state: dict, mistake: str) -> T
     mixed = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value
     mixed = mixed.transpose(1, 2).flatten(2)
     return mixed if mistake == "no output" else layer.output(mixed)
-
-
-def _counts_on(state: dict, mistake: str) -> bool:
-    return mistake == "only new keys" and "keys" in state
 
 
 EXERCISES = (
