@@ -43,6 +43,7 @@ class Trainer:
         self.state = parallelize(config.model, config.training, mesh, config.parallel.compile)
         self.tokens = 0  # valid tokens trained on so far
         self._resume()
+        self._first = self.state.data_step  # of this process
         self._stop = _StopSignals()
 
     # ------------------------------------------------------------------------------- the run
@@ -103,7 +104,9 @@ class Trainer:
 
     def _stop_agreed(self) -> bool:
         """Whether any rank was asked to stop: all ranks leave after the same step."""
-        asked = torch.tensor(int(self._stop.asked), device=self.mesh.device)
+        limit = self.config.run.stop_after
+        asked = self._stop.asked or (limit > 0 and self.state.data_step - self._first >= limit)
+        asked = torch.tensor(int(asked), device=self.mesh.device)
         return bool(collectives.all_reduce(asked, self.mesh.world, "stop", op="max").wait())
 
     def _report_skip(self, result: StepResult) -> None:

@@ -32,6 +32,7 @@ class RunConfig:
     eval_every: Annotated[int, "steps between evaluations on held-out text; 0: only the last"] = 0
     checkpoint_every: Annotated[int, "steps between checkpoints; 0: only the last"] = 0
     keep: Annotated[int, "newest checkpoints that are kept"] = 2
+    stop_after: Annotated[int, "stop after so many steps, as a signal would; 0: never"] = 0
     resume: Annotated[bool, "go on from the directory's newest checkpoint, if it has one"] = True
     sample_tokens: Annotated[int, "tokens of sample text written at the end; 0: none"] = 128
     timeout_s: Annotated[float, "seconds after which a collective that does not end fails"] = 600.0
@@ -43,7 +44,7 @@ class RunConfig:
             f"{name} {getattr(self, name)} must be at least {least}"
             for name, least in (
                 ("log_every", 0), ("eval_every", 0), ("checkpoint_every", 0),
-                ("keep", 1), ("sample_tokens", 0),
+                ("keep", 1), ("stop_after", 0), ("sample_tokens", 0),
             )
             if getattr(self, name) < least
         ]  # fmt: skip

@@ -1,0 +1,205 @@
+"""The stations of the lab: each launches the trainer and proves one thing about it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from course_lib.model import ModelConfig, count_parameters
+from course_lib.trainer.loop import STOPPED
+from course_lib.trainer.metrics import read_lines
+
+CONFIGS = Path(__file__).resolve().parents[2] / "chapters" / "lab" / "configs"
+AGREEMENT_STEPS = 20
+# fp64, uneven masks, several micro-batches and clipping that binds: what hides no fault.
+EXACT = {
+    "training_precision": "fp64", "training_steps": AGREEMENT_STEPS, "training_micro_batch": 2,
+    "training_clip_norm": 0.5, "data_packing": "pad", "run_log_every": 1, "run_keep": 10,
+    "run_sample_tokens": 0, "run_deterministic": "true",
+}  # fmt: skip
+
+
+@dataclass
+class Station:
+    """One part of the lab: what was looked at, what was found, whether it is as it must be."""
+
+    name: str
+    verdict: str = "pass"
+    figures: dict = field(default_factory=dict)
+    finding: str = ""
+    curves: dict = field(default_factory=dict)  # of metrics, by label, for the report's pictures
+
+    def require(self, condition: bool, fault: str) -> None:
+        """Fail the station, with a reason, where a condition does not hold."""
+        if not condition:
+            self.verdict = "fail"
+            self.finding = f"{self.finding} {fault}".strip()
+
+
+class LaunchError(RuntimeError):
+    """A trainer that did not end as it should; carries the end of its output."""
+
+
+@dataclass
+class Lab:
+    """Where the lab writes, and what it runs on."""
+
+    directory: Path
+    ranks: list[int]  # numbers of processes to compare, the first is 1
+    corpus: str
+    steps: int
+
+    def train(self, config: str, name: str, ranks: int, expect: int = 0, **settings) -> Path:
+        """Run the trainer to its end on some processes; returns its run directory.
+
+        settings: section_key=value, for `--section.key=value`. Raises LaunchError.
+        """
+        directory = self.directory / name
+        options = {"run_directory": directory, "data_corpus": self.corpus, **settings}
+        overrides = [f"--{key.replace('_', '.', 1)}={value}" for key, value in options.items()]
+        module = ["-m", "course_lib.trainer", str(CONFIGS / config), *overrides]
+        # One process needs no launcher; with several, torchrun finds a free port by itself.
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [sys.executable, *(torchrun if ranks > 1 else []), *module]
+        threads = max(1, (os.cpu_count() or 1) // ranks)
+        # The second setting is what CUDA's deterministic matrix products ask for.
+        settings = {"OMP_NUM_THREADS": str(threads), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        print(f"  {name}: {ranks} process{'es' if ranks > 1 else ''} …", flush=True)
+        run_trainer(command, {**os.environ, **settings}, expect, directory.with_suffix(".log"))
+        return directory
+
+
+def run_trainer(command: list[str], environment: dict, expect: int, log: Path) -> None:
+    """Run a command and keep its output in a log, showing its plain lines as they come."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    root = str(CONFIGS.parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+    tail: list[str] = []
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with log.open("w") as file, subprocess.Popen(command, env=environment, **pipe) as process:
+        try:
+            for line in process.stdout:
+                file.write(line)
+                tail = [*tail[-14:], line]
+                if line.startswith(("step ", "held-out", "resumed", "stopped")):
+                    print(f"    {line}", end="", flush=True)
+        except BaseException:
+            process.terminate()  # it saves and leaves
+            raise
+    # torchrun reports a rank's own exit code as 1.
+    if process.returncode not in ({0} if expect == 0 else {expect, 1}):
+        raise LaunchError(f"exit code {process.returncode}; see {log}\n{''.join(tail)}")
+
+
+# ------------------------------------------------------------------------------- the stations
+
+
+def machine(lab: Lab) -> Station:
+    """What there is to run on, and whether there is room to write."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    free = shutil.disk_usage(lab.directory).free
+    station = Station("machine")
+    station.figures = {
+        "gpus": gpus,
+        "cpu_cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "free_disk_bytes": free,
+        "processes": lab.ranks,
+    }
+    where = ", ".join(gpus) if gpus else f"{os.cpu_count()} CPU cores, no GPU"
+    station.finding = f"{where}; torch {torch.__version__}; runs on {lab.ranks} processes."
+    station.require(free > 2e8, f"Only {free / 1e6:.0f} MB of disk are free; 200 MB are needed.")
+    return station
+
+
+def agreement(lab: Lab) -> Station:
+    """Train on each number of processes in fp64: the losses must be the same."""
+    station, losses = Station("agreement"), {}
+    for ranks in lab.ranks:
+        half = {"run_checkpoint_every": AGREEMENT_STEPS // 2}
+        run = lab.train("tiny.toml", f"agreement-{ranks}", ranks, **EXACT, **half)
+        station.curves[f"{ranks} process(es)"] = read_lines(run / "metrics.jsonl")
+        losses[ranks] = [line["loss"] for line in station.curves[f"{ranks} process(es)"]]
+    worst = max(largest_difference(losses[lab.ranks[0]], other) for other in losses.values())
+    station.figures = {"steps": AGREEMENT_STEPS, "precision": "fp64", "largest_difference": worst}
+    station.finding = (
+        f"{AGREEMENT_STEPS} steps in fp64 on {lab.ranks} processes: losses differ by at most "
+        f"{worst:.1e} of their value (allowed 1e-10)."
+    )
+    station.require(worst <= 1e-10, "They must not.")
+    return station
+
+
+def resume(lab: Lab) -> Station:
+    """Go on from the middle of the last agreement run: every figure must repeat to the bit."""
+    ranks, half = lab.ranks[-1], AGREEMENT_STEPS // 2
+    whole, copy = lab.directory / f"agreement-{ranks}", lab.directory / "resumed"
+    shutil.copytree(whole / "checkpoints" / f"step_{half}", copy / "checkpoints" / f"step_{half}")
+    lab.train("tiny.toml", "resumed", ranks, **EXACT)
+    unbroken, resumed = (read_lines(run / "metrics.jsonl") for run in (whole, copy))
+    same = [
+        all(line[key] == other[key] for key in ("step", "loss", "grad_norm", "lr"))
+        for line, other in zip(unbroken[half:], resumed, strict=True)
+    ]
+    station = Station("resume", figures={"stopped_at": half, "equal_steps": sum(same)})
+    station.finding = (
+        f"Stopped after step {half} and resumed: {sum(same)} of {len(same)} steps repeat loss, "
+        "gradient norm and learning rate to the last bit."
+    )
+    station.require(all(same) and len(same) == AGREEMENT_STEPS - half, "All must.")
+    return station
+
+
+def training(lab: Lab) -> Station:
+    """Train a model that writes plays; a shorter run on one process must follow it."""
+    station = Station("training")
+    compared, ranks = min(40, lab.steps), lab.ranks[-1]
+    plan = {"training_steps": lab.steps, "training_warmup": min(50, lab.steps)}
+    alone = lab.train("play.toml", "play-1", 1, STOPPED, run_stop_after=compared, **plan)
+    run = lab.train("play.toml", f"play-{ranks}", ranks, training_micro_batch=32 // ranks, **plan)
+    short, full = (read_lines(d / "metrics.jsonl") for d in (alone, run))
+    steps = len(short)
+    worst = largest_difference(
+        *([line["loss"] for line in lines[:steps]] for lines in (short, full))
+    )
+    evaluations = read_lines(run / "evaluation.jsonl")
+    sample = (run / "sample.txt").read_text(encoding="utf-8")
+    station.curves = {"1 process": short, f"{ranks} process(es)": full}
+    parameters = count_parameters(ModelConfig.presets()["playwright"])["total"]
+    bits = evaluations[-1]["bits_per_byte"]
+    station.figures = {
+        "parameters": parameters,
+        "steps": lab.steps,
+        "first_loss": full[0]["loss"],
+        "last_loss": full[-1]["loss"],
+        "bits_per_byte": bits,
+        "tokens_per_s": {
+            label: median(lines, "tokens_per_s") for label, lines in station.curves.items()
+        },
+        "peak_memory_bytes": full[-1]["peak_memory_bytes"],
+        "largest_difference": worst,
+        "sample": sample,
+    }  # fmt: skip
+    station.finding = (
+        f"{parameters / 1e6:.1f} M parameters, {lab.steps} steps: {bits:.2f} bits a byte on "
+        f"held-out text. The first {compared} steps on 1 process differ by at most {worst:.1e} "
+        "(allowed 1e-4 in fp32)."
+    )
+    station.require(worst <= 1e-4, "The processes disagree.")
+    station.require(full[-1]["loss"] < full[0]["loss"], "The loss did not fall.")
+    return station
+
+
+def largest_difference(reference: list[float], other: list[float]) -> float:
+    """Largest relative difference of two equally long lists of losses."""
+    return max(abs(a - b) / abs(a) for a, b in zip(reference, other, strict=True))
+
+
+def median(lines: list[dict], key: str) -> float:
+    """Median of a metric over the logged steps."""
+    values = sorted(line[key] for line in lines)
+    return values[len(values) // 2]
