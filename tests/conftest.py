@@ -1,4 +1,7 @@
-"""Shared by all tests: what they record about exercises never reaches a learner's own file."""
+"""Shared by all tests: what they record about exercises never reaches a learner's own file.
+
+One compute thread a process: the workers of pytest-xdist and the ranks already fill the cores.
+"""
 
 import atexit
 import os
@@ -7,6 +10,8 @@ import tempfile
 from pathlib import Path
 
 from course_lib.classroom import journal
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 # At import, not in a fixture: the kernels that nbval starts inherit the environment too.
 if journal.VARIABLE not in os.environ:
