@@ -17,6 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Newer names first: PyTorch 2.13 warns at the old ones.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True)
 class Call:
@@ -110,7 +114,7 @@ def all_gather(tensor: Tensor, group, purpose: str) -> Handle:
     gathered = tensor.new_empty((ranks, *tensor.shape))
     _require_contiguous(tensor)
     call = _count("all_gather", purpose, group, gathered)
-    work = dist.all_gather_into_tensor(gathered.view(-1), tensor.view(-1), group, async_op=True)
+    work = _gather(gathered.view(-1), tensor.view(-1), group, async_op=True)
     return Handle(gathered, work, call, tensor)
 
 
@@ -123,7 +127,7 @@ def reduce_scatter(tensor: Tensor, group, purpose: str) -> Handle:
         raise ValueError(f"reduce_scatter over {ranks} ranks needs {ranks} pieces in dimension 0")
     call = _count("reduce_scatter", purpose, group, tensor)
     own = torch.empty_like(tensor[0])
-    work = dist.reduce_scatter_tensor(own.view(-1), tensor.view(-1), group=group, async_op=True)
+    work = _scatter(own.view(-1), tensor.view(-1), group=group, async_op=True)
     return Handle(own, work, call, tensor)
 
 
