@@ -212,6 +212,7 @@ BROKEN = [
     ("exercises", _replace("raise NotImplementedError", "return 3"), "no stub"),
     ("exercises", _replace('check("start-here/1"', 'check("start-here/7"'), "no such exercise"),
     ("exercises", _replace("hint(", "help("), "tell the reader about hint"),
+    ("exercises", _source('hint("start-here/1")'), "give the answer away"),
     ("exercises", _forget_cases, "no wrong answers in tests"),
     (
         "exercises",

@@ -285,7 +285,7 @@ def faults_of(modules: dict[str, set[str]]) -> list[str]:
                 allowed = below < 0 or (below == 0 and part in NEIGHBOURS)
             # floor 4 is the roof: the lab starts the trainer
             if not allowed and not (floor == 4 and FLOOR_OF.get(other) == 4):
-                faults.append(f"course_lib/{part} (floor {floor}) imports {other}")
+                faults.append(f"course_lib/{part} (floor {int(floor)}) imports {other}")
     return faults
 
 

@@ -180,6 +180,8 @@ def test_failure_that_does_not_come_is_loud():
 def test_messages_read_the_same_on_every_machine():
     text = "\x1b[31m/home/somebody/course/course_lib/model.py:3\x1b[0m at 0x7f0012345678 1/2 a/b"
     assert tidy(text) == "model.py:3 at 0x… 1/2 a/b"
+    for name in ("Cell In[4]", "/tmp/ipykernel_31/227625376.py", "<ipython-input-4-ab12cd>"):
+        assert tidy(f'File "{name}", line 3') == 'File "your cell", line 3'
 
 
 # The progress file

@@ -163,6 +163,8 @@ def exercises_are_complete(page: Page) -> Iterator[Problem]:
         for name in _checked(cell.source):
             if name not in known:
                 yield at, f'check("{name}"): no such exercise; known: {", ".join(sorted(known))}'
+        if re.search(r"^\s*(hint|solution)\(", cell.source, re.MULTILINE):
+            yield at, "“Run all” would give the answer away; name the call in Markdown instead"
     for exercise in page.exercises:
         yield from _exercise(page, exercise)
 

@@ -20,6 +20,8 @@ from .learner import learners_line
 from .syllabus import repository_root
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+# A cell's file, as the kernel names it: its number or hash is another one each time.
+_CELL = re.compile(r"Cell In\[\d+\]|<ipython-input-\d+-\w+>|(?<!\w)\d{5,}\.py\b")
 _FOLDERS = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?(?:[/\\][\w.+@ -]+)+[/\\](?=[\w.<>-]+\.py\b)")
 
 
@@ -205,7 +207,7 @@ class expect_failure:
 def tidy(text: str) -> str:
     """Return a message as it reads on every machine: no colours, no folders, no addresses."""
     text = _FOLDERS.sub("", _ANSI.sub("", text))
-    return re.sub(r"\b0x[0-9a-fA-F]{6,}\b", "0x…", text).strip()
+    return re.sub(r"\b0x[0-9a-fA-F]{6,}\b", "0x…", _CELL.sub("your cell", text)).strip()
 
 
 def _ask(function: Callable, at: Sequence, ours: bool = False) -> list | None:
