@@ -321,12 +321,12 @@ def _unpack_call(call: bytes) -> Callable[[], Any]:
         ) from error
     # Plain pickle (all_gather_object, DataLoader workers) looks a cell's classes up by name in
     # __main__, where the notebook has them.
-    names = {
-        name: value
-        for name, value in getattr(fn, "__globals__", {}).items()
-        if getattr(value, "__module__", None) == "__main__"
-    }
-    vars(sys.modules["__main__"]).update(names)
+    if getattr(fn, "__module__", None) == "__main__":
+        vars(sys.modules["__main__"]).update(
+            (name, value)
+            for name, value in getattr(fn, "__globals__", {}).items()
+            if isinstance(value, (type, types.FunctionType)) and value.__module__ == "__main__"
+        )
     return lambda: fn(*args, **kwargs)
 
 

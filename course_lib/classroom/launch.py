@@ -18,8 +18,10 @@ import math
 import operator
 import os
 import pickle
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -249,8 +251,25 @@ def _ranks(world_size: int) -> Iterator[Watch]:
     try:
         yield watch
     finally:
-        if not watch.end(keep=KEEP_RANKS) and KEEP_RANKS:
-            _rank_start.replace_ranks(world_size)  # they import torch while the report is read
+        with _uninterrupted():
+            if not watch.end(keep=KEEP_RANKS) and KEEP_RANKS:
+                _rank_start.replace_ranks(world_size)  # they import torch while the report is read
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Put off an interrupt: a second one must not stop the work that the first one made."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # interrupts come to the main thread only
+        return
+    came: list[tuple] = []
+    handler = signal.signal(signal.SIGINT, lambda *signum_and_frame: came.append(signum_and_frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler if handler is not None else signal.SIG_DFL)
+        if came and callable(handler):
+            handler(*came[0])
 
 
 def _unpack(value: bytes, rank: int) -> Any:
