@@ -1,0 +1,129 @@
+"""Parameter records: names, boxes, owners, ties, and the initial weights that follow from them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from course_lib.mesh import Mesh
+from course_lib.model import Transformer, build, initial_rows
+from course_lib.parameters import Box, build_records, gather_full, initialise, materialise, whole
+from tests import checks_core as core
+from tests import checks_records as records
+from tests.checks_core import ALONE, TINY, TINY_LLAMA, TWO, on_ranks
+
+
+def names_through_ddp(mesh: Mesh) -> list[str]:
+    model = nn.parallel.DistributedDataParallel(build(TINY))
+    return [record.name for record in build_records(model, mesh)]
+
+
+def test_wrappers_leave_the_names_of_the_plain_model():
+    plain = [name for name, _ in build(TINY).named_parameters()]
+    assert on_ranks(names_through_ddp, ALONE) == [plain]
+
+    def recompute(model):
+        model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+        return model
+
+    def compile_block(model):
+        model.blocks[0] = torch.compile(model.blocks[0])
+        return model
+
+    for wrap in (torch.compile, recompute, compile_block, lambda m: torch.compile(recompute(m))):
+        wrapped = wrap(build(TINY))
+        found = build_records(wrapped, Mesh.single())
+        assert [record.name for record in found] == plain
+        assert [r.parameter for r in found] == list(wrapped.parameters())
+
+
+def test_a_tied_parameter_has_one_record_with_both_names():
+    tied = build_records(build(TINY), Mesh.single())
+    assert [(r.name, r.tied) for r in tied if r.tied] == [("embedding.weight", ("head.weight",))]
+    untied = {r.name: r for r in build_records(build(TINY_LLAMA), Mesh.single())}
+    assert {"embedding.weight", "head.weight"} <= untied.keys()
+    assert not any(r.tied for r in untied.values())
+
+
+def test_a_parameter_without_layout_is_held_whole_and_summed_over_replicas():
+    for record in build_records(build(TINY), Mesh.single()):
+        assert record.shape == tuple(record.parameter.shape)
+        assert record.boxes == (whole(record.shape),)
+        assert (record.sharded_over, record.replicated_over) == ((), ("pp", "dp", "tp"))
+        assert record.summed_over == ("dp",)
+        assert record.owner
+
+
+def test_an_undeclared_parameter_is_refused_by_name():
+    model = build(TINY)
+    model.blocks[0].extra = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"blocks.0.extra.weight has no specification"):
+        build_records(model, Mesh.single())
+
+
+def test_a_box_maps_global_places_to_local_ones():
+    box = Box(offset=(4, 0), size=(3, 5), local_offset=(1, 0))
+    assert box.elements == 15
+    assert box.place == (slice(4, 7), slice(0, 5))
+    assert box.local == (slice(1, 4), slice(0, 5))
+
+
+@pytest.mark.trap("TP-15")
+@pytest.mark.parametrize("sizes", [records.TP, records.DP_TP], ids=["tp2", "dp2tp2"])
+def test_cut_parameters_start_with_the_plain_models_numbers(sizes):
+    on_ranks(records.check_cut_starts_as_plain, sizes)
+
+
+def test_initial_weights_are_the_plain_models_in_every_precision():
+    for config in (TINY, TINY_LLAMA):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            with torch.device("meta"):
+                model = Transformer(config)
+            materialise(model, Mesh.single(), seed=5, dtype=dtype)
+            plain = build(config, seed=5)
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter, plain.get_parameter(name).to(dtype)), name
+
+
+def test_an_empty_shard_at_the_start_of_a_block_has_no_initial_rows():
+    (record,) = build_records(
+        core.declared(nn.ParameterDict({"w": torch.ones(64, 2)})), Mesh.single()
+    )
+    beyond = Box((64, 0), (0, 2), (0, 0))
+    initialise([replace(record, shape=(64, 2), boxes=(beyond,))], seed=0)
+    assert not record.parameter.any()
+
+
+def test_a_part_is_drawn_as_it_lies_in_the_whole():
+    (record, *_) = build_records(build(TINY), Mesh.single())
+    rows = initial_rows("x", record.spec, (300, 3), 0, 300, seed=1)
+    for first, last in ((0, 1), (63, 65), (64, 128), (100, 300), (299, 300)):
+        part = initial_rows("x", record.spec, (300, 3), first, last, seed=1)
+        assert torch.equal(part, rows[first:last])
+
+
+@pytest.mark.trap("CLIP-01")
+@pytest.mark.parametrize("sizes", [TWO, records.TP, records.DP_TP], ids=["dp2", "tp2", "dp2tp2"])
+def test_every_element_has_one_owner(sizes):
+    on_ranks(records.check_one_owner, sizes)
+
+
+def test_gathering_gives_whole_tensors_on_one_rank_too():
+    found = build_records(build(TINY), Mesh.single())
+    weights = {r.name: r.parameter.detach() for r in found}
+    full = gather_full(found, weights, Mesh.single())
+    assert core.same(full, weights)
+    full["norm.weight"].zero_()
+    assert weights["norm.weight"].any(), "a proof must not share memory with the model"
+
+
+@pytest.mark.parametrize("sizes", [TWO, records.DP_TP], ids=["dp2", "dp2tp2"])
+def test_replicas_that_differ_are_named(sizes):
+    on_ranks(records.check_replicas_are_compared, sizes)
+
+
+@pytest.mark.trap("DP-13")
+def test_nothing_holds_parameters_from_before_materialising():
+    core.check_materialised(Mesh.single())
