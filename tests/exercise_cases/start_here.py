@@ -1,5 +1,7 @@
 """Answers to the exercise of "Start here"."""
 
+from functools import partial
+
 import torch.distributed as dist
 
 from . import Cases, Wrong
@@ -52,6 +54,14 @@ def returns_text():
     return f"rank {dist.get_rank()}"
 
 
+def asks_for_its_rank(rank):
+    return rank**2
+
+
+def returns_the_list_of_all():
+    return [number**2 for number in range(dist.get_world_size())]
+
+
 CASES = {
     "start-here/1": Cases(
         stub,
@@ -60,12 +70,15 @@ CASES = {
             Wrong("uses the notebook's variable", uses_the_notebooks_variable, "the same value"),
             Wrong("changes the notebook's list", fills_the_notebooks_list, "its own copy"),
             Wrong("forgets to return", forgets_to_return, "returns nothing. Use"),
+            Wrong("gives a partial that returns nothing", partial(forgets_to_return), "nothing."),
             Wrong("squares the world size", squares_the_world, "the world size squared"),
             Wrong("does not square", returns_the_rank, "That is the rank itself"),
             Wrong("doubles", doubles, "2 × rank"),
             Wrong("swaps base and exponent", powers_of_two, "2 to the power of rank"),
             Wrong("counts from one", counts_from_one, "count from 0"),
             Wrong("returns a text", returns_text, "one int"),
+            Wrong("expects its rank as argument", asks_for_its_rank, "asks for an argument"),
+            Wrong("returns the list of all", returns_the_list_of_all, "Return one number"),
             Wrong("gives a value, not a function", [0, 1, 4, 9], "the function itself"),
         ),
     )

@@ -1,6 +1,7 @@
 """The exercise of "Start here": a return value from every rank."""
 
 import dis
+import inspect
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -22,6 +23,11 @@ def grade_squared_rank(answer: Callable[[], int]) -> None:
         raise WrongAnswer(
             f"give the function itself, not a {type(answer).__name__}: write the name without "
             "calling it. Each rank calls it on its own."
+        )
+    if _needs_arguments(answer):
+        raise WrongAnswer(
+            "your function asks for an argument, but every rank calls it without one. Ask "
+            "`dist.get_rank()` inside the function instead."
         )
     for world_size in (4, 5):
         run = on_ranks(answer, world_size)
@@ -47,6 +53,11 @@ def _diagnose(answer: Callable, values: list, printed: str, wanted: list[int]) -
                 "its own copy of it; the notebook never sees the change. Use `return`."
             )
         return told + "Your function returns nothing. Use `return`."
+    if all(isinstance(value, (list, tuple, dict)) for value in values):
+        return told + (
+            "Every rank returned a whole collection. Return one number: `run_ranks` puts those of "
+            "all ranks into a list."
+        )
     if any(not isinstance(value, int) or isinstance(value, bool) for value in values):
         kinds = ", ".join(sorted({type(value).__name__ for value in values}))
         return told + f"Each rank must return one int, its own number squared; yours: {kinds}."
@@ -69,11 +80,24 @@ def _diagnose(answer: Callable, values: list, printed: str, wanted: list[int]) -
     return told + "Look at the first rank that differs."
 
 
+def _needs_arguments(answer: Callable) -> bool:
+    """Whether the function cannot be called without arguments."""
+    try:
+        inspect.signature(answer).bind()
+    except TypeError:
+        return True
+    except ValueError:  # some built-in functions have no signature
+        return False
+    return False
+
+
 def _stores_elsewhere(answer: Callable) -> bool:
     """Whether the function's code assigns to a global, an outer variable, or into a container."""
     stores = {"STORE_GLOBAL", "STORE_DEREF", "STORE_SUBSCR"}
-    used = {step.opname for step in dis.get_instructions(answer)}
-    methods = getattr(getattr(answer, "__code__", None), "co_names", ())
+    code = getattr(answer, "__code__", None)
+    if code is None:  # a partial, a callable object: nothing to read
+        return False
+    used, methods = {step.opname for step in dis.get_instructions(code)}, code.co_names
     return bool(used & stores) or bool({"append", "insert", "update", "add"} & set(methods))
 
 
