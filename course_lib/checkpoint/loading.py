@@ -58,6 +58,7 @@ def load(
     stored = _by_name(manifest)
     together(mesh, lambda: _require_optimizer(optimizer, records, manifest, stored))
     together(mesh, lambda: _verify(path, manifest, optimizer is None, mesh))
+    together(mesh, lambda: _require_ties(path, records, stored))
     together(mesh, lambda: _fill_all(path, records, optimizer, manifest, stored))
     return manifest.state
 
@@ -141,6 +142,24 @@ def _verify(path: Path, manifest: Manifest, weights_only: bool, mesh: Mesh) -> N
         fault = file_fault(path / name, manifest.files[name], read=index % ranks == rank)
         if fault:
             raise damaged(path, name, fault)
+
+
+def _require_ties(path: Path, records, stored) -> None:
+    """What is one tensor here, and was saved as several (on other stages), must have been equal."""
+    for record in records:
+        copies = {id(stored[name][WEIGHT]): name for name in (record.name, *record.tied)}
+        if len(copies) == 1:
+            continue
+        with ExitStack() as stack:
+            read = [torch.empty_like(record.parameter) for _ in copies]
+            for local, name in zip(read, copies.values()):
+                _fill(local, record.boxes, stored[name][WEIGHT], path, {}, stack)
+        for name, copy in zip(copies.values(), read):
+            if not torch.equal(copy, read[0]):
+                raise CheckpointError(
+                    f"the checkpoint is of another model: {record.name} and {name} differ in it, "
+                    "here they are tied"
+                )
 
 
 # -------------------------------------------------------------------------------- the values

@@ -153,9 +153,7 @@ def holes(tensors: tuple[StoredTensor, ...]) -> list[str]:
 
 def damaged(path: Path, file: str, fault: str) -> CheckpointError:
     """The error for a checkpoint that is not whole; it names the other ones that are."""
-    others = [other.name for other in complete(path.parent) if other != path]
-    beside = f"complete ones beside it: {', '.join(others)}" if others else "none other is there"
-    return CheckpointError(f"checkpoint {path} is damaged: {file} {fault} ({beside})")
+    return CheckpointError(f"checkpoint {path} is damaged: {file} {fault} ({_beside(path)})")
 
 
 def _not_a_checkpoint(path: Path) -> str:
@@ -164,15 +162,19 @@ def _not_a_checkpoint(path: Path) -> str:
         what = f"; {never}" if path.suffix in PICKLES else ""
         return f"{path} is a file: a checkpoint is a directory step_N with {MANIFEST}{what}"
     if not path.is_dir():
-        others = ", ".join(other.name for other in complete(path.parent)) or "none"
-        return f"there is no checkpoint {path}; complete ones beside it: {others}"
+        return f"there is no checkpoint {path} ({_beside(path)})"
     message = f"{path} holds no {MANIFEST}: it is not a checkpoint of this course"
     names = sorted(child.name for child in path.iterdir())
-    if inside := [child.name for child in complete(path)]:
-        return f"{message}; did you mean {path / inside[-1]}?"
+    if inside := complete(path):
+        return f"{message}; did you mean {inside[-1]}?"
     if foreign := [n for n in names if Path(n).suffix in PICKLES or n == ".metadata"]:
         return f"{message}; {foreign[0]} looks like a pickle: {never}"
-    return f"{message}; it holds {', '.join(names[:5]) or 'nothing'}"
+    return f"{message}; it holds {', '.join(names[:5]) or 'nothing'} ({_beside(path)})"
+
+
+def _beside(path: Path) -> str:
+    others = [other.name for other in complete(path.parent) if other != path]
+    return f"complete ones beside it: {', '.join(others)}" if others else "none other is there"
 
 
 # -------------------------------------------------------------------------------- finding them
@@ -185,17 +187,24 @@ def latest(directory: str | Path, mesh: Mesh | None = None) -> Path | None:
     A checkpoint with a missing or truncated file is passed over, with a warning. What a killed
     save left behind is never taken.
     """
+    passed_over: dict[Path, str] = {}
 
     def newest() -> Path | None:
         recover(Path(directory))
-        found = complete(directory, warn=True)
+        found = complete(directory, passed_over)
         return found[-1] if found else None
 
-    return first_decides(mesh or Mesh.single(), newest)
+    path = first_decides(mesh or Mesh.single(), newest)
+    for damaged_path, fault in passed_over.items():
+        warnings.warn(f"checkpoint {damaged_path} is passed over: {fault}", stacklevel=2)
+    return path
 
 
-def complete(directory: str | Path, warn: bool = False) -> list[Path]:
-    """All complete checkpoints in a directory, the newest last; sizes are checked, not hashes."""
+def complete(directory: str | Path, passed_over: dict[Path, str] | None = None) -> list[Path]:
+    """All complete checkpoints in a directory, the newest last; sizes are checked, not hashes.
+
+    passed_over: is filled with those that are not, and why.
+    """
     directory, found = Path(directory), []
     if not directory.is_dir():
         return []
@@ -205,8 +214,8 @@ def complete(directory: str | Path, warn: bool = False) -> list[Path]:
         fault = _incomplete(path)
         if fault is None:
             found.append(path)
-        elif warn:
-            warnings.warn(f"checkpoint {path} is passed over: {fault}", stacklevel=3)
+        elif passed_over is not None:
+            passed_over[path] = fault
     return sorted(found, key=step_of)
 
 
@@ -234,7 +243,7 @@ def _incomplete(path: Path) -> str | None:
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read: {error!r}"
+        return f"{MANIFEST} cannot be read: {type(error).__name__}: {error}"
     return None
 
 

@@ -70,8 +70,8 @@ def save(
         if mesh.is_first:  # every rank has stopped writing
             shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{target} was not saved: {error}") from error
-    if mesh.is_first and keep is not None:
-        _prune(directory, target, keep)
+    if mesh.is_first:
+        _tidy(directory, target, keep)
     return target
 
 
@@ -233,15 +233,15 @@ def _join_scalars(parts: list[dict]) -> dict[str, dict]:
     return joined
 
 
-def _prune(directory: Path, newest: Path, keep: int) -> None:
-    """Delete the oldest checkpoints; renamed first, so that none is ever half there."""
+def _tidy(directory: Path, newest: Path, keep: int | None) -> None:
+    """Delete what was replaced, and the oldest checkpoints: renamed first, so never half there."""
     others = sorted((p for p in complete(directory) if p != newest), key=step_of)
+    excess = 0 if keep is None else max(len(others) - max(keep - 1, 0), 0)
     try:
-        for leftover in directory.glob(f"{REPLACED}step_*"):
-            shutil.rmtree(leftover)
-        for path in others[: max(len(others) - max(keep - 1, 0), 0)]:
-            aside = directory / f"{REMOVING}{path.name}_{secrets.token_hex(4)}"
-            path.rename(aside)
-            shutil.rmtree(aside)
+        for path in others[:excess]:
+            path.rename(directory / f"{REMOVING}{path.name}_{secrets.token_hex(4)}")
+        for prefix in (REPLACED, REMOVING):
+            for leftover in directory.glob(f"{prefix}step_*"):
+                shutil.rmtree(leftover)
     except OSError as error:  # the checkpoint is saved: training goes on
         warnings.warn(f"an old checkpoint was not removed: {error}", stacklevel=3)
