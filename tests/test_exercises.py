@@ -117,6 +117,16 @@ def test_exit_in_an_answer_does_not_leave_the_notebook():
     assert judge(_exercise(_double), answer).status == "crashed"
 
 
+def test_an_answer_with_other_arguments_is_the_learners_to_repair():
+    def answer(config, more):
+        return {}
+
+    verdict = judge(find("transformer/1"), answer)
+    assert verdict.status == "crashed"
+    assert "other arguments than the exercise says" in verdict.message
+    assert "answer() missing 1 required positional argument: 'more'" in verdict.message
+
+
 def test_fault_of_the_check_is_not_blamed_on_the_learner():
     # A grader of the library that fails by itself: here one that is given a number.
     verdict = judge(_exercise(checks.card), 3)

@@ -60,7 +60,7 @@ def judge(exercise: Exercise, answer: Any) -> Verdict:
     except KeyboardInterrupt:
         return Verdict(exercise.name, "crashed", "stopped by you before the check was done.")
     except BaseException as error:  # a learner's code may raise anything, even SystemExit
-        return _explain(exercise, error)
+        return _explain(exercise, error, answer)
     if _is_the_library(exercise, answer):
         return Verdict(
             exercise.name,
@@ -125,7 +125,7 @@ def _say(verdict: Verdict) -> Verdict:
     return verdict
 
 
-def _explain(exercise: Exercise, error: BaseException) -> Verdict:
+def _explain(exercise: Exercise, error: BaseException, answer: Any) -> Verdict:
     """Tell a stub, a crash of the learner's code and a fault of the check apart."""
     if _is_stub(error):
         return Verdict(exercise.name, "not attempted", _NOT_ATTEMPTED)
@@ -134,6 +134,10 @@ def _explain(exercise: Exercise, error: BaseException) -> Verdict:
         text = tidy(str(error))
         told = text if from_ranks else f"{type(error).__name__}: {text}\n{learners_line(error)}"
         return Verdict(exercise.name, "crashed", told.rstrip())
+    if isinstance(error, TypeError) and f"{getattr(answer, '__name__', '')}(" in str(error):
+        # It failed at the call, before the learner's first line: no frame of theirs to show.
+        told = f"it takes other arguments than the exercise says.\nTypeError: {tidy(str(error))}"
+        return Verdict(exercise.name, "crashed", told)
     last = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{tidy(last.filename)}, line {last.lineno}"
     return Verdict(
