@@ -1,5 +1,6 @@
 """Shapes of decoders: what a GPT-2 or a Llama is, in numbers, and the published ones by name."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -43,31 +44,41 @@ class ModelConfig:
 
     def faults(self) -> list[str]:
         """Everything that is wrong with this shape, each with what is allowed."""
-        found = []
-        for name in ("layers", "width", "heads", "key_value_heads", "vocab", "context"):
-            if getattr(self, name) < 1:
-                found.append(f"{name.replace('key_value', 'kv')} must be at least 1")
-        if self.inner_width < 1:
-            found.append("mlp_width must be at least 1")
+        sizes = ("layers", "width", "heads", "kv_heads", "vocab", "context", "mlp_width")
+        found = [
+            f"{name} {getattr(self, name)} must be at least 1"
+            for name in sizes
+            if getattr(self, name) is not None and getattr(self, name) < 1
+        ]
         if not 0 <= self.dropout < 1:
             found.append(f"dropout {self.dropout} must be at least 0 and below 1")
-        if self.norm_eps <= 0 or self.rope_base <= 0:
-            found.append("norm_eps and rope_base must be positive")
-        if found:
-            return found
+        for name in ("norm_eps", "rope_base"):
+            if not 0 < getattr(self, name) < math.inf:
+                found.append(f"{name} {getattr(self, name)} must be positive and finite")
+        return found + self._head_faults() + self._key_value_head_faults()
+
+    def _head_faults(self) -> list[str]:
+        if self.width < 1 or self.heads < 1:
+            return []  # reported already
+        pairs = self.positions == "rope"
+        if pairs and self.width % 2:
+            even = f"{self.width - 1} or {self.width + 1}" if self.width > 1 else "2"
+            return [f"rotary positions turn pairs: width {self.width} must be even; use {even}"]
+        choices = [d for d in _divisors(self.width) if not (pairs and self.width // d % 2)]
+        if self.heads in choices:
+            return []
+        use = f"use {_nearest(choices, self.heads)} heads"
         if self.width % self.heads:
-            allowed = _nearest_divisors(self.width, self.heads)
-            found.append(f"{self.heads} heads do not divide width {self.width}; use {allowed}")
-        elif self.positions == "rope" and self.head_width % 2:
-            found.append(
-                f"rotary positions turn pairs: width / heads = {self.head_width} must be even"
-            )
-        if self.heads % self.key_value_heads:
-            allowed = _nearest_divisors(self.heads, self.key_value_heads)
-            found.append(
-                f"{self.key_value_heads} kv_heads do not divide {self.heads} heads; use {allowed}"
-            )
-        return found
+            return [f"{self.heads} heads do not divide width {self.width}; {use}"]
+        ratio = f"width / heads = {self.width} / {self.heads}"
+        return [f"rotary positions turn pairs: {ratio} must be even; {use}"]
+
+    def _key_value_head_faults(self) -> list[str]:
+        heads, shared = self.heads, self.key_value_heads
+        if heads < 1 or shared < 1 or heads % shared == 0:
+            return []
+        use = _nearest(_divisors(heads), shared)
+        return [f"{shared} kv_heads do not divide {heads} heads; use {use}"]
 
     @classmethod
     def presets(cls) -> dict[str, "ModelConfig"]:
@@ -75,9 +86,12 @@ class ModelConfig:
         return _presets()
 
 
-def _nearest_divisors(number: int, wanted: int) -> str:
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    return " or ".join(str(d) for d in sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:2]))
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _nearest(choices: list[int], wanted: int) -> str:
+    return " or ".join(map(str, sorted(sorted(choices, key=lambda d: abs(d - wanted))[:2])))
 
 
 def _gpt(layers: int, width: int, heads: int, vocab: int = 50_257, context: int = 1024):

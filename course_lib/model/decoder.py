@@ -80,35 +80,45 @@ class Transformer(nn.Module):
         documents: (batch, sequence) int64; tokens attend only within equal values.
         cache: a `KVCache` to read and extend.
         Returns (batch, sequence, vocab) in the weights' dtype (or autocast's).
-        Raises ValueError for a sequence longer than the context, or dropout without samples/step.
+        Raises ValueError for a sequence longer than the context, dropout without samples/step,
+        documents with a cache, and on the CPU for token ids or positions out of range.
         """
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens of shape {tuple(tokens.shape)} must be (batch, sequence)")
+        if documents is not None and cache is not None:
+            raise ValueError("documents and a KV cache cannot be combined; use one of them")
         past = 0 if cache is None else cache.length
-        length = past + tokens.shape[1]
-        if length > self.config.context:
-            raise ValueError(f"{length} tokens exceed the context of {self.config.context}")
+        index = self._index(tokens, past)
         if positions is None:
-            positions = torch.arange(past, length, device=tokens.device).expand_as(tokens)
-        noise = self._noise(tokens, samples, step)
+            positions = index.expand_as(tokens)
+        noise = self._noise(samples, step, index)
         mask = _attention_mask(tokens, documents, past)
-        x = self.embedding(tokens)  # (batch, sequence, width)
-        rotation = None
+        x = _look_up(self.embedding, tokens, self.config.vocab, "token ids")
+        rotation = None  # x is (batch, sequence, width) from here on
         if self.config.positions == "learned":
-            x = x + self.position_embedding(positions)
+            x = x + _look_up(self.position_embedding, positions, self.config.context, "positions")
         else:
             rotation = _rotation(positions, self.config, x.dtype)
         x = dropout(x, noise, site=0)
         for block in self.blocks:
             x = block(x, rotation, mask, noise, cache)
         if cache is not None:
-            cache.length = length
+            cache.length = past + tokens.shape[1]
         return self.head(self.norm(x))
 
-    def _noise(self, tokens, samples, step):
+    def _index(self, tokens, past: int) -> Tensor:
+        """(sequence,) int64: where each column of tokens lies in its sample."""
+        first = self.sequence_offset + past
+        last = first + tokens.shape[1]
+        if last > self.config.context:
+            raise ValueError(f"{last} tokens exceed the context of {self.config.context}")
+        return torch.arange(first, last, device=tokens.device)
+
+    def _noise(self, samples, step, index):
         if not self.training or self.config.dropout == 0:
             return None
         if samples is None or step is None:
             raise ValueError("dropout in training needs `samples` and `step` (or call eval())")
-        index = self.sequence_offset + torch.arange(tokens.shape[1], device=tokens.device)
         return Noise(self.config.dropout, self.seed, step, samples, index)
 
 
@@ -211,12 +221,22 @@ def _causal_mask(queries: int, past: int, device) -> Tensor:
 def _attention_mask(tokens, documents, past: int) -> Tensor | None:
     """None where PyTorch's own causal mask is right: equal numbers of queries and keys."""
     if documents is not None:
-        if past:
-            raise ValueError("documents and a KV cache cannot be combined")
         same = documents[:, None, :, None] == documents[:, None, None, :]
         return same & _causal_mask(tokens.shape[1], 0, tokens.device)
     # is_causal aligns the mask top-left, which is wrong as soon as keys outnumber queries.
     return _causal_mask(tokens.shape[1], past, tokens.device) if past else None
+
+
+def _look_up(embedding: nn.Module, ids: Tensor, rows: int, what: str) -> Tensor:
+    """Rows of an embedding. The CPU notices an id out of range by itself; here it gets its name.
+
+    Nothing is checked beforehand, since that would make a GPU wait.
+    """
+    try:
+        return embedding(ids)
+    except IndexError:
+        given = f"{what} from {int(ids.min())} to {int(ids.max())}"
+        raise ValueError(f"{given} are out of range; allowed are 0 to {rows - 1}") from None
 
 
 def _rotation(positions, config: ModelConfig, dtype) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,9 @@ class KVCache:
 
         key, value: (batch, kv_heads, new, head_width). Raises ValueError where they do not fit.
         """
+        batch = len(self.layers[layer][0])
+        if len(key) != batch:
+            raise ValueError(f"the cache is for a batch of {batch}, not {len(key)}")
         end = self.length + key.shape[2]
         if end > self.room:
             raise ValueError(f"the cache has room for {self.room} tokens, {end} are needed")
@@ -52,10 +55,14 @@ def generate(
     temperature: scores are divided by it; 0 takes the likeliest token (greedy).
     top_k: sample among the k likeliest only. generator: of the samples, on the tokens' device.
     use_cache: keep keys and values rather than recompute them; the result is the same.
-    Returns (batch, prompt + new_tokens) int64. Raises ValueError for sizes that do not fit.
+    Returns (batch, prompt + new_tokens) int64. The model is left in the mode in which it came.
+    Raises ValueError for sizes that do not fit.
     """
     if tokens.shape[1] == 0:
         raise ValueError("generation starts from at least one token")
+    if new_tokens < 0 or not temperature >= 0 or (top_k is not None and top_k < 1):
+        given = f"new_tokens {new_tokens}, temperature {temperature}, top_k {top_k}"
+        raise ValueError(f"{given}: allowed are at least 0, at least 0, and at least 1 or None")
     room = tokens.shape[1] + new_tokens
     if room > model.config.context:
         raise ValueError(
@@ -68,12 +75,14 @@ def generate(
         KVCache(model.config, len(tokens), room, weight.device, weight.dtype) if use_cache else None
     )
     fresh = tokens
-    for _ in range(new_tokens):
-        scores = model(fresh, cache=cache)[:, -1]  # (batch, vocab)
-        chosen = _choose(scores, temperature, top_k, generator)
-        tokens = torch.cat((tokens, chosen), dim=1)
-        fresh = chosen if use_cache else tokens
-    model.train(was_training)
+    try:
+        for _ in range(new_tokens):
+            scores = model(fresh, cache=cache)[:, -1]  # (batch, vocab)
+            chosen = _choose(scores, temperature, top_k, generator)
+            tokens = torch.cat((tokens, chosen), dim=1)
+            fresh = chosen if use_cache else tokens
+    finally:
+        model.train(was_training)
     return tokens
 
 
@@ -81,8 +90,9 @@ def _choose(scores: Tensor, temperature: float, top_k: int | None, generator) ->
     """(batch, vocab) scores to (batch, 1) token ids."""
     if temperature == 0:
         return scores.argmax(-1, keepdim=True)
-    scores = scores.float() / temperature
+    likeliest = None
     if top_k is not None:
-        least = scores.topk(min(top_k, scores.shape[-1])).values[:, -1:]
-        scores = scores.masked_fill(scores < least, -torch.inf)
-    return torch.multinomial(scores.softmax(-1), 1, generator=generator)
+        scores, likeliest = scores.topk(min(top_k, scores.shape[-1]))
+    scores = scores.float() - scores.float().amax(-1, keepdim=True)  # so that no division overflows
+    chosen = torch.multinomial((scores / temperature).softmax(-1), 1, generator=generator)
+    return chosen if likeliest is None else likeliest.gather(-1, chosen)

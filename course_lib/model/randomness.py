@@ -49,7 +49,7 @@ def initial_rows(name: str, spec: ParameterSpec, shape, first: int, last: int, s
     so that any part can be drawn alone and every device and layout starts from the same numbers.
     """
     row = int(np.prod(shape[1:], dtype=np.int64))
-    if spec.std == 0:
+    if spec.std == 0 or first == last:
         return torch.full((last - first, *shape[1:]), spec.fill)
     blocks = []
     for block in range(first // BLOCK_ROWS, -(-last // BLOCK_ROWS)):
@@ -71,7 +71,7 @@ class Noise:
     def __init__(self, p: float, seed: int, step, samples: Tensor, index: Tensor):
         """samples: (batch,) int64 in the global batch; index: (sequence,) int64 in the sample."""
         self.p = p
-        start = _mix(torch.as_tensor(seed, device=samples.device) * _PRIMES[0] + step)
+        start = _mix(samples.new_full((), seed) * _PRIMES[0] + step)  # int64 wraps around
         sample = _mix(start + samples[:, None] * _PRIMES[1])  # (batch, 1)
         self.rows = _mix(sample + index * _PRIMES[2])  # (batch, sequence)
 
