@@ -160,4 +160,5 @@ def _show(value: Any) -> str:
         return '"none"'
     if isinstance(value, float):
         return repr(value)  # also inf and nan, which JSON writes otherwise
-    return json.dumps(value, ensure_ascii=False)  # TOML has no surrogate pairs
+    # TOML has no surrogate pairs, and wants DEL escaped, which JSON does not.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch
 
 from course_lib.mesh import Mesh
 from course_lib.model import build

@@ -329,9 +329,30 @@ def bf16_weights(put: Put) -> None:
         put(module, "weight_dtype", dtype)
 
 
+def raw_sums_under_fp16(put: Put) -> None:
+    right = training.accumulate
+
+    def accumulate(model, micro_batches, divisor, *rest):
+        loss = right(model, micro_batches, 1, *rest) / divisor
+        for parameter in model.parameters():
+            parameter.grad /= divisor
+        return loss
+
+    put(step, "accumulate", accumulate)
+
+
 def warmup_from_zero(put: Put) -> None:
     right = training.learning_rate
     put(core, "learning_rate", lambda config, step: right(config, step - 1))
+
+
+def tied_weight_recorded_twice(put: Put) -> None:
+    right = parameters.build_records
+
+    def build_records(*arguments):
+        return [record for r in right(*arguments) for record in [r] * (1 + len(r.tied))]
+
+    put(parameters, "build_records", build_records)
 
 
 def cosine_without_end(put: Put) -> None:
@@ -450,6 +471,8 @@ FAULTS = [
           records.check_sums, records.TP),
     Fault("sharded gradients summed", "TP-14", sharded_gradients_summed, records.check_sums,
           records.TP),
+    Fault("masked rank skips its step", "DP-06", rank_without_targets_returns,
+          core.check_masked_batch_keeps_ranks_together),
     Fault("strided gradients sent", "COM-02", strided_gradients_sent_as_they_are,
           records.check_strided_gradients_are_summed),
     Fault("strided tensors accepted", "COM-02", strided_tensors_accepted,
@@ -488,11 +511,15 @@ FAULTS = [
     Fault("bf16 weights, small gradients", "MP-02", bf16_weights,
           core.check_small_gradients_add_up, core.ALONE, "256"),
     Fault("bf16 weights, dtypes", "MP-01", bf16_weights, core.check_state_is_fp32, core.ALONE),
+    Fault("fp16 sees raw sums", "", raw_sums_under_fp16, core.check_overflow_skipped_together,
+          core.ALONE, "step 0: applied False"),
     Fault("warm-up from zero", "LR-01", warmup_from_zero, core.check_first_update_moves,
           core.ALONE),
     Fault("cosine without an end", "LR-03", cosine_without_end, core.check_decay_ends, core.ALONE),
     Fault("lowest rate by max()", "LR-03", floor_by_max, core.check_decay_ends, core.ALONE),
     Fault("norms and biases decay", "LR-07", everything_decays, core.check_decay_groups,
+          core.ALONE),
+    Fault("tied weight decays twice", "LR-07", tied_weight_recorded_twice, core.check_decay_groups,
           core.ALONE),
     Fault("parameter in no group", "LR-07", parameter_in_no_group, core.check_decay_groups,
           core.ALONE),

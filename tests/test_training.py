@@ -1,0 +1,289 @@
+"""One device's part of a step: loss, accumulation, precision, learning rate, optimizer."""
+
+import math
+from copy import deepcopy
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from course_lib.mesh import Mesh
+from course_lib.model import build
+from course_lib.training import (
+    IGNORE,
+    LossScaler,
+    TrainingConfig,
+    accumulate,
+    learning_rate,
+    loss_sum,
+    make_optimizer,
+    weight_dtype,
+)
+from tests import checks_core as core
+from tests.checks_core import TINY, TWO, close, on_ranks, own_batches, parallelize, training_step
+
+ALONE = Mesh.single()
+
+# ------------------------------------------------------------------------ loss and accumulation
+
+
+@pytest.mark.trap("ACC-01")
+def test_every_token_weighs_the_same_in_micro_batches_of_unequal_length():
+    core.check_uneven_micro_batches(ALONE)
+
+
+@pytest.mark.trap("ACC-03")
+def test_loss_and_norm_do_not_depend_on_the_number_of_micro_batches():
+    core.check_accumulation_counts(ALONE)
+
+
+@pytest.mark.trap("ACC-04")
+def test_a_step_does_not_depend_on_the_number_of_ranks():
+    loss, change = core.parameter_changes(ALONE)
+    for ranks in (2, 4):
+        for other_loss, other in on_ranks(core.parameter_changes, {"dp": ranks}):
+            assert close(other_loss, loss, 1e-12)
+            for name in change:
+                assert torch.allclose(other[name], change[name], rtol=1e-10, atol=1e-14), name
+
+
+@pytest.mark.trap("ACC-09")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_masked_micro_batches_and_ranks_add_nothing(ranks):
+    if ranks == 1:
+        core.check_masked_rank(ALONE)
+    else:
+        on_ranks(core.check_masked_rank, TWO)
+
+
+@pytest.mark.trap("ACC-09")
+def test_a_global_batch_without_targets_has_loss_zero_and_no_gradient():
+    state = parallelize(TINY, TrainingConfig(weight_decay=0.0), ALONE)
+    before = core.bits(state)
+    own = [
+        replace(batch, labels=torch.full_like(batch.labels, IGNORE), valid=0)
+        for batch in own_batches(ALONE, 0)
+    ]
+    result = training_step(state, own, 1e-3, 1.0, "fp32")
+    assert (result.loss, result.grad_norm, result.tokens) == (0.0, 0.0, 0)
+    assert core.same(core.bits(state), before)
+
+
+@pytest.mark.trap("DP-06")
+def test_ranks_take_the_same_steps_when_one_has_a_masked_batch():
+    on_ranks(core.check_masked_batch_keeps_ranks_together, TWO)
+
+
+@pytest.mark.trap("ACC-10")
+def test_labels_are_shifted_once():
+    core.check_labels_shifted_once(ALONE)
+
+
+@pytest.mark.trap("ACC-12")
+def test_figures_hold_no_graph_and_memory_does_not_grow():
+    core.check_nothing_kept(ALONE)
+
+
+def test_the_loss_is_a_sum_in_fp32_or_wider():
+    labels = torch.tensor([[1, IGNORE, 0]])
+    for dtype, wide in (
+        (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
+        (torch.float32, torch.float32), (torch.float64, torch.float64),
+    ):  # fmt: skip
+        loss = loss_sum(torch.zeros(1, 3, 4, dtype=dtype), labels)
+        assert loss.dtype == wide
+        assert close(float(loss), 2 * math.log(4), 1e-6)
+
+
+def test_gradients_add_to_those_that_are_there():
+    model = build(TINY)
+    own = own_batches(ALONE, 0)
+    accumulate(model, own, 10)
+    once = [p.grad.clone() for p in model.parameters()]
+    accumulate(model, own, 10)
+    assert all(torch.allclose(p.grad, 2 * g) for p, g in zip(model.parameters(), once))
+
+
+# ------------------------------------------------------------------------------ mixed precision
+
+
+@pytest.mark.trap("MP-01")
+def test_small_updates_are_not_lost_under_bf16():
+    core.check_small_updates_arrive(ALONE)
+
+
+@pytest.mark.trap("MP-02")
+def test_small_micro_gradients_are_not_lost_under_bf16():
+    core.check_small_gradients_add_up(ALONE)
+
+
+@pytest.mark.trap("MP-01")
+def test_weights_gradients_and_moments_are_fp32_under_16_bits():
+    core.check_state_is_fp32(ALONE)
+    assert weight_dtype("fp64") == torch.float64
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bit_steps_are_near_those_in_fp32(precision):
+    figures = {}
+    for kind in ("fp32", precision):
+        state = parallelize(TINY, TrainingConfig(precision=kind), ALONE)
+        results = [training_step(state, own_batches(ALONE, i), 1e-2, 1.0, kind) for i in range(3)]
+        figures[kind] = [x for r in results for x in (r.loss, r.grad_norm)]
+    assert all(close(a, b, 0.03) for a, b in zip(figures["fp32"], figures[precision]))
+    assert figures["fp32"] != figures[precision]
+
+
+@pytest.mark.trap("MP-04")
+def test_an_overflow_leaves_weights_rate_and_step_and_halves_the_scale():
+    core.check_overflow_skipped_together(ALONE)
+
+
+def test_the_loss_scale_grows_after_enough_good_steps_in_a_row():
+    scaler = LossScaler(scale=8.0, growth_interval=3)
+    seen = []
+    for finite in (True, True, False, True, True, True, True, True, True):
+        scaler.update(finite)
+        seen.append(scaler.scale)
+    assert seen == [8, 8, 4, 4, 4, 8, 8, 8, 16]
+
+
+def test_only_fp16_has_a_loss_scale():
+    assert LossScaler.for_precision("fp16") == LossScaler(2.0**16)
+    assert [LossScaler.for_precision(p) for p in ("fp32", "bf16", "fp64")] == [None] * 3
+
+
+# -------------------------------------------------------------------------------- learning rate
+
+
+@pytest.mark.trap("LR-01")
+def test_the_first_update_is_not_zero():
+    core.check_first_update_moves(ALONE)
+    config = TrainingConfig(warmup=4)
+    state = parallelize(TINY, config, ALONE)
+    before = core.bits(state)
+    training_step(state, own_batches(ALONE, 0), learning_rate(config, 0), 1.0, "fp32")
+    assert not any(torch.equal(after, before[name]) for name, after in core.bits(state).items())
+
+
+@pytest.mark.trap("LR-03")
+def test_the_rate_stays_at_its_lowest_after_the_end():
+    core.check_decay_ends(ALONE)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("warmup", [0, 1, 4, 20])
+def test_the_rate_rises_to_its_peak_and_never_again(schedule, warmup):
+    config = TrainingConfig(lr=2.0, min_lr=0.25, warmup=warmup, steps=20, schedule=schedule)
+    rates = [learning_rate(config, step) for step in range(40)]
+    peak = max(warmup - 1, 0)
+    assert rates[peak] == max(rates) == 2.0
+    assert all(b > a for a, b in pairwise(rates[: peak + 1]))
+    after = rates[peak:21]  # no jump and no plateau where warm-up and decay meet
+    if schedule != "constant":
+        assert all(b < a for a, b in pairwise(after))
+        assert all(math.isclose(rate, 0.5, abs_tol=1e-12) for rate in rates[20:])
+    else:
+        assert set(rates[peak:]) == {2.0}
+
+
+def test_a_linear_decay_is_a_straight_line():
+    config = TrainingConfig(lr=1.0, min_lr=0.0, warmup=0, steps=4, schedule="linear")
+    assert [learning_rate(config, step) for step in range(6)] == [1, 0.75, 0.5, 0.25, 0, 0]
+
+
+@pytest.mark.trap("LR-04")
+def test_a_resumed_run_goes_on_with_the_same_rates():
+    """The rate is a function of the step, so nothing but the step is needed to go on."""
+    config = TrainingConfig(steps=100, warmup=10)
+    unbroken = [learning_rate(config, step) for step in range(100)]
+    resumed = [learning_rate(TrainingConfig(steps=100, warmup=10), s) for s in range(45, 100)]
+    assert resumed == unbroken[45:]
+    state = parallelize(TINY, config, ALONE)
+    saved = deepcopy(state.optimizer.state_dict())  # holds the rate that was last used
+    training_step(state, own_batches(ALONE, 0), 0.5, 1.0, "fp32")
+    state.optimizer.load_state_dict(saved)
+    training_step(state, own_batches(ALONE, 0), 0.125, 1.0, "fp32")
+    assert {group["lr"] for group in state.optimizer.param_groups} == {0.125}
+
+
+# ------------------------------------------------------------------------------------ optimizer
+
+
+@pytest.mark.trap("LR-07")
+def test_matrices_decay_and_norms_and_biases_do_not():
+    core.check_decay_groups(ALONE)
+
+
+def adamw_by_hand(weight, gradients, config: TrainingConfig, lr: float, decay: float):
+    """Loshchilov & Hutter 2019, algorithm 2, in the plainest form."""
+    mean = square = torch.zeros_like(weight)
+    for step, gradient in enumerate(gradients, start=1):
+        weight = weight * (1 - lr * decay)
+        mean = config.beta1 * mean + (1 - config.beta1) * gradient
+        square = config.beta2 * square + (1 - config.beta2) * gradient**2
+        corrected = (square / (1 - config.beta2**step)).sqrt() + config.eps
+        weight = weight - lr * mean / (1 - config.beta1**step) / corrected
+    return weight
+
+
+@pytest.mark.parametrize("decays", [True, False])
+def test_adamw_equals_its_definition(decays):
+    config = TrainingConfig(lr=0.01, weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-3)
+    start = torch.randn(5, 3, dtype=torch.float64)
+    gradients = [torch.randn(5, 3, dtype=torch.float64) for _ in range(6)]
+    weight = nn.Parameter(start.clone())
+    optimizer = make_optimizer(config, [(weight, decays)])
+    assert optimizer.defaults["fused"]
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        optimizer.step()
+    want = adamw_by_hand(start, gradients, config, 0.01, 0.3 if decays else 0.0)
+    assert torch.allclose(weight, want, rtol=1e-12, atol=0)
+
+
+@pytest.mark.trap("CK-05")
+def test_a_saved_optimizer_goes_on_with_its_moments():
+    config = TrainingConfig(lr=0.1, weight_decay=0.0, beta2=0.999)
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = make_optimizer(config, [(weight, False)])
+    for update in range(11):
+        if update == 10:
+            saved, before = deepcopy(optimizer.state_dict()), weight.item()
+            optimizer = make_optimizer(config, [(weight, False)])
+            optimizer.load_state_dict(saved)
+        weight.grad = torch.full_like(weight, 1.0 if update % 2 == 0 else -0.5)
+        optimizer.step()
+    assert math.isclose(weight.item() - before, -0.0401035, abs_tol=5e-8)
+
+
+def test_sgd_is_plain():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = make_optimizer(
+        TrainingConfig(optimizer="sgd", lr=0.5, weight_decay=0.0), [(weight, True)]
+    )
+    for _ in range(2):
+        weight.grad = torch.tensor([1.0, -2.0])
+        optimizer.step()
+    assert weight.tolist() == [0.0, 3.0]
+
+
+def test_frozen_parameters_are_in_no_group():
+    frozen, free = nn.Parameter(torch.ones(2), requires_grad=False), nn.Parameter(torch.ones(2))
+    optimizer = make_optimizer(TrainingConfig(), [(frozen, True), (free, False)])
+    assert [group["params"] for group in optimizer.param_groups] == [[free]]
+
+
+def test_all_faults_of_a_training_section_are_found_at_once():
+    assert TrainingConfig().faults() == []
+    wrong = TrainingConfig(
+        steps=0, micro_batch=0, lr=0.0, min_lr=2.0, warmup=5, beta2=1.0, clip_norm=-1.0,
+        max_skipped=0, eps=math.nan, weight_decay=math.nan,
+    )  # fmt: skip
+    found = wrong.faults()
+    for name in ("steps", "micro_batch", "lr", "min_lr", "warmup", "beta2", "clip_norm",
+                 "max_skipped", "eps", "weight_decay"):  # fmt: skip
+        assert any(fault.startswith(f"{name} ") for fault in found), name
+    assert len(found) == 10
