@@ -1,5 +1,6 @@
 """run_ranks: real processes behind a cell, and everything that may go wrong with them."""
 
+import contextlib
 import ctypes
 import operator
 import os
@@ -527,6 +528,27 @@ def test_too_many_ranks_fail_clearly_and_leave_nothing():
     assert "Too many open files" in str(error)
 
 
+def test_a_fork_server_that_cannot_start_says_why(monkeypatch):
+    _rank_start.shut_down()
+    broken = [sys.executable, "-c", "raise SystemExit('no torch here')"]
+    monkeypatch.setattr(_rank_start, "_command", lambda call: broken)
+    report = str(fail(print, 2))
+    assert report.startswith("could not start")
+    assert "the process that starts ranks ended: no torch here" in report
+
+
+def test_gpus_are_used_where_there_are_enough(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    both = "cpu:gloo,cuda:nccl"  # so that a CPU tensor can be reduced too
+    assert launch._choose_backend("auto", 4) == (both, True)
+    assert launch._choose_backend("nccl", 2) == (both, True)
+    assert launch._choose_backend("auto", 5) == ("gloo", False)
+    assert launch._choose_backend("gloo", 2) == ("gloo", False)
+    jobs = launch._jobs(2, 1, both, on_gpus=True, threads=1, timeout_s=1.0)
+    assert [job.device for job in jobs] == [0, 1]
+
+
 def test_ranks_that_never_get_ready_are_named(monkeypatch):
     run(lambda: None, 1)
     monkeypatch.setattr(_rank_watch, "START_LIMIT_S", 0.0)
@@ -551,8 +573,9 @@ def test_launches_at_once_with_port_29500_taken():
 
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(("127.0.0.1", 29500))
-        taken.listen()
+        with contextlib.suppress(OSError):  # then somebody else has it: as good
+            taken.bind(("127.0.0.1", 29500))
+            taken.listen()
         threads = [threading.Thread(target=launch_one, args=(offset,)) for offset in (0, 100)]
         for thread in threads:
             thread.start()
@@ -654,7 +677,9 @@ def test_a_plain_script_needs_no_guard_and_exits_without_a_word(tmp_path):
         textwrap.dedent(
             """
             print("script runs once")
+            import sys
             from course_lib.classroom import launch
+            assert "torch" not in sys.modules
             import torch
             assert not torch.cuda.is_initialized()
 
@@ -846,7 +871,10 @@ def test_a_killed_kernel_leaves_no_process(kernel):
     pid = int(kernel.pid)
     server = launched(pid)
     assert server
-    kernel.client.execute("run_ranks(lambda: time.sleep(60), 2)")
+    # Rank 1 keeps Python's lock: no thread of its own can end it.
+    kernel.run("import ctypes")
+    sleeper = "lambda: (ctypes.PyDLL(None) if dist.get_rank() else time).sleep(60)"
+    kernel.client.execute(f"run_ranks({sleeper}, 2)")
     deadline = time.monotonic() + LIMIT_S
     while len(launched(pid)) < len(server) + 2:
         assert time.monotonic() < deadline
