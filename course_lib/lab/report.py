@@ -26,12 +26,12 @@ pre {{ background: #f4f4f4; padding: 1rem; white-space: pre-wrap }}
 </body></html>
 """
 
-# What is drawn of a training run: metric, title, unit and what one unit is of the stored figure.
-PICTURES = (
-    ("loss", "Training loss", "nats a token", 1.0),
-    ("tokens_per_s", "Speed", "tokens / s", 1.0),
-    ("peak_memory_bytes", "Peak memory of one process", "MB", 1e6),
-)
+# What can be drawn of a run, by metric: title, unit, and that unit in units of the stored figure.
+PICTURES = {
+    "loss": ("Training loss", "nats a token", 1.0),
+    "tokens_per_s": ("Speed", "tokens / s", 1.0),
+    "peak_memory_bytes": ("Peak memory of one process", "MB", 1e6),
+}
 
 
 def write_report(path: Path, stations: Sequence, summary: dict) -> None:
@@ -48,7 +48,7 @@ def write_report(path: Path, stations: Sequence, summary: dict) -> None:
 
 def _section(station) -> str:
     rows = [
-        f"<tr><td>{html.escape(key.replace('_', ' '))}</td><td>{_shown(key, value)}</td></tr>"
+        f"<tr><td>{_label(key)}</td><td>{_shown(key, value)}</td></tr>"
         for key, value in station.figures.items()
         if key != "sample"
     ]
@@ -57,13 +57,19 @@ def _section(station) -> str:
         f"<h2>{html.escape(station.name)}: {station.verdict}</h2>",
         f"<p>{html.escape(station.finding)}</p>",
         f"<table>{''.join(rows)}</table>",
-        _pictures(station.curves) if station.curves else "",
+        _pictures(station.curves, station.drawn) if station.curves else "",
     ]
     if sample := station.figures.get("sample"):
         parts.append(
             f"<h3>A sample (it continues its first words)</h3><pre>{html.escape(sample)}</pre>"
         )
     return "\n".join([*parts, "</section>"])
+
+
+def _label(key: str) -> str:
+    """A key as words; the unit stands with the value."""
+    words = key.removesuffix("_bytes").replace("_per_s", " per second")
+    return html.escape(words.replace("_", " "))
 
 
 def _shown(key: str, value) -> str:
@@ -81,10 +87,11 @@ def _shown(key: str, value) -> str:
     return html.escape(f"{value:,}" if isinstance(value, int) else str(value))
 
 
-def _pictures(curves: dict[str, list[dict]]) -> str:
+def _pictures(curves: dict[str, list[dict]], drawn: Sequence[str]) -> str:
     """One picture a metric, a line a run: both colour and line style tell the runs apart."""
-    fig, axes = figures.subplots(1, len(PICTURES), width=11, height=3.2)
-    for ax, (metric, title, unit, scale) in zip(axes, PICTURES):
+    fig, axes = figures.subplots(1, len(drawn), width=3.9 * len(drawn), height=3.2, squeeze=False)
+    for ax, metric in zip(axes[0], drawn):
+        title, unit, scale = PICTURES[metric]
         for number, (label, lines) in enumerate(curves.items()):
             points = [(l["step"], l[metric] / scale) for l in lines if l[metric] is not None]
             look = figures.line_style(number) | {"markevery": max(1, len(points) // 8)}
@@ -92,7 +99,7 @@ def _pictures(curves: dict[str, list[dict]]) -> str:
         ax.set(title=title, xlabel="step", ylabel=unit)
         if metric != "loss":
             ax.set_ylim(bottom=0)
-    axes[0].legend(fontsize=9)
+    axes[0][0].legend(fontsize=9)
     picture = io.BytesIO()
     fig.savefig(picture, format="png", dpi=130)
     alt = (

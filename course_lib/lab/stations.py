@@ -31,7 +31,8 @@ class Station:
     verdict: str = "pass"
     figures: dict = field(default_factory=dict)
     finding: str = ""
-    curves: dict = field(default_factory=dict)  # of metrics, by label, for the report's pictures
+    curves: dict = field(default_factory=dict)  # metrics.jsonl's lines by label, to be drawn
+    drawn: tuple[str, ...] = ("loss",)  # metrics that the report draws
 
     def require(self, condition: bool, fault: str) -> None:
         """Fail the station, with a reason, where a condition does not hold."""
@@ -68,7 +69,7 @@ class Lab:
         threads = max(1, (os.cpu_count() or 1) // ranks)
         # The second setting is what CUDA's deterministic matrix products ask for.
         settings = {"OMP_NUM_THREADS": str(threads), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-        print(f"  {name}: {ranks} process{'es' if ranks > 1 else ''} …", flush=True)
+        print(f"  {name}: {processes(ranks)} …", flush=True)
         run_trainer(command, {**os.environ, **settings}, expect, directory.with_suffix(".log"))
         return directory
 
@@ -111,7 +112,7 @@ def machine(lab: Lab) -> Station:
         "processes": lab.ranks,
     }
     where = ", ".join(gpus) if gpus else f"{os.cpu_count()} CPU cores, no GPU"
-    station.finding = f"{where}; torch {torch.__version__}; runs on {lab.ranks} processes."
+    station.finding = f"{where}; torch {torch.__version__}; runs on {listed(lab.ranks)}."
     station.require(free > 2e8, f"Only {free / 1e6:.0f} MB of disk are free; 200 MB are needed.")
     return station
 
@@ -122,12 +123,12 @@ def agreement(lab: Lab) -> Station:
     for ranks in lab.ranks:
         half = {"run_checkpoint_every": AGREEMENT_STEPS // 2}
         run = lab.train("tiny.toml", f"agreement-{ranks}", ranks, **EXACT, **half)
-        station.curves[f"{ranks} process(es)"] = read_lines(run / "metrics.jsonl")
-        losses[ranks] = [line["loss"] for line in station.curves[f"{ranks} process(es)"]]
+        station.curves[processes(ranks)] = lines = read_lines(run / "metrics.jsonl")
+        losses[ranks] = [line["loss"] for line in lines]
     worst = max(largest_difference(losses[lab.ranks[0]], other) for other in losses.values())
     station.figures = {"steps": AGREEMENT_STEPS, "precision": "fp64", "largest_difference": worst}
     station.finding = (
-        f"{AGREEMENT_STEPS} steps in fp64 on {lab.ranks} processes: losses differ by at most "
+        f"{AGREEMENT_STEPS} steps in fp64 on {listed(lab.ranks)}: losses differ by at most "
         f"{worst:.1e} of their value (allowed 1e-10)."
     )
     station.require(worst <= 1e-10, "They must not.")
@@ -156,7 +157,7 @@ def resume(lab: Lab) -> Station:
 
 def training(lab: Lab) -> Station:
     """Train a model that writes plays; a shorter run on one process must follow it."""
-    station = Station("training")
+    station = Station("training", drawn=("loss", "tokens_per_s", "peak_memory_bytes"))
     compared, ranks = min(40, lab.steps), lab.ranks[-1]
     plan = {"training_steps": lab.steps, "training_warmup": min(50, lab.steps)}
     alone = lab.train("play.toml", "play-1", 1, STOPPED, run_stop_after=compared, **plan)
@@ -168,7 +169,7 @@ def training(lab: Lab) -> Station:
     )
     evaluations = read_lines(run / "evaluation.jsonl")
     sample = (run / "sample.txt").read_text(encoding="utf-8")
-    station.curves = {"1 process": short, f"{ranks} process(es)": full}
+    station.curves = {processes(1): short, processes(ranks): full}
     parameters = count_parameters(ModelConfig.presets()["playwright"])["total"]
     bits = evaluations[-1]["bits_per_byte"]
     station.figures = {
@@ -186,12 +187,22 @@ def training(lab: Lab) -> Station:
     }  # fmt: skip
     station.finding = (
         f"{parameters / 1e6:.1f} M parameters, {lab.steps} steps: {bits:.2f} bits a byte on "
-        f"held-out text. The first {compared} steps on 1 process differ by at most {worst:.1e} "
-        "(allowed 1e-4 in fp32)."
+        f"held-out text. Over the first {compared} steps the losses on {listed([1, ranks])} differ "
+        f"by at most {worst:.1e} of their value (allowed 1e-4 in fp32)."
     )
     station.require(worst <= 1e-4, "The processes disagree.")
     station.require(full[-1]["loss"] < full[0]["loss"], "The loss did not fall.")
     return station
+
+
+def processes(ranks: int) -> str:
+    """A number of processes in words."""
+    return "1 process" if ranks == 1 else f"{ranks} processes"
+
+
+def listed(ranks: list[int]) -> str:
+    """Several numbers of processes in words."""
+    return f"{', '.join(map(str, ranks[:-1]))} and {processes(ranks[-1])}"
 
 
 def largest_difference(reference: list[float], other: list[float]) -> float:

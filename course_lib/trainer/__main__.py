@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib.checkpoint import CheckpointError
+from course_lib.collectives import CollectiveError
 from course_lib.config import ConfigError
 from course_lib.data import CorpusUnavailable, DataError
 from course_lib.mesh import Mesh, make_mesh
@@ -17,7 +18,9 @@ from course_lib.trainer.settings import Config, Layout, load_config
 
 USAGE = """usage: python -m course_lib.trainer CONFIG.toml [--section.key=value …]
        torchrun --nproc-per-node N -m course_lib.trainer CONFIG.toml [--section.key=value …]"""
-EXPECTED = (ConfigError, DataError, CorpusUnavailable, CheckpointError, TrainingDiverged)
+EXPECTED = (
+    ConfigError, DataError, CorpusUnavailable, CheckpointError, CollectiveError, TrainingDiverged,
+)  # fmt: skip
 
 
 def main(arguments: list[str]) -> int:
@@ -48,12 +51,16 @@ class Process:
     world_size: int
     local_rank: int
     local_world_size: int
+    restarts: int
 
     @classmethod
     def from_environment(cls) -> "Process":
         """One process alone where torchrun did not start this one."""
-        names = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
-        return cls(*(int(os.environ.get(name, default)) for name, default in names))
+        names = {
+            "RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1,
+            "TORCHELASTIC_RESTART_COUNT": 0,
+        }  # fmt: skip
+        return cls(*(int(os.environ.get(name, default)) for name, default in names.items()))
 
 
 def start(config: Config, layout: Layout, process: Process) -> Mesh:
@@ -63,9 +70,23 @@ def start(config: Config, layout: Layout, process: Process) -> Mesh:
         torch.use_deterministic_algorithms(True)
     if process.world_size == 1:
         return Mesh.single(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=config.run.timeout_s))
+    join_group(process, "nccl" if device.type == "cuda" else "gloo", config.run.timeout_s)
     return make_mesh({"dp": layout.dp}, device)
+
+
+def join_group(process: Process, backend: str, timeout_s: float) -> None:
+    """Join the other processes.
+
+    After a restart torchrun's store still holds the addresses of the processes that died, and a
+    rank that reads one cannot connect. So each attempt has its own corner of the store. Agents
+    of several nodes do not count restarts alike: there, start torchrun with
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    if process.local_world_size == process.world_size:
+        store = dist.PrefixStore(f"attempt-{process.restarts}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def choose_device(config: Config, process: Process) -> torch.device:
