@@ -298,25 +298,6 @@ def test_a_signal_on_one_rank_stops_all_after_the_same_step(folder):
     assert checkpoint.latest(directory / "checkpoints").name == "step_5"
 
 
-def test_a_collective_whose_peer_died_ends_with_its_name(folder):
-    def function(*arguments):
-        original = loop.training_step
-
-        def step(state, *rest):
-            if state.data_step == 2 and state.mesh.rank("dp") == 1:
-                raise RuntimeError("this rank leaves")
-            return original(state, *rest)
-
-        loop.training_step = step
-        return train_here(*arguments)
-
-    results, _ = train(folder, "peer", 2, function=function)
-    kind, text = results[0]
-    assert kind == "CollectiveError"
-    assert "all_reduce" in text
-    assert "rank 0" in text
-
-
 # ---------------------------------------------------------------------------- what is reported
 
 
@@ -528,6 +509,26 @@ def test_a_killed_rank_is_restarted_by_torchrun_from_the_last_checkpoint(folder)
     assert process.returncode == 0, output
     assert "resumed after" in output
     assert exact(directory) == exact(whole)
+
+
+def test_a_rank_that_hangs_ends_the_run_at_the_timeout_naming_the_collective(folder):
+    process, directory = start(
+        folder, "hang", "--training.steps=100000", "--run.timeout_s=3", ranks=2
+    )
+    wait_for_step(process, directory, 3)
+    hanging = child_ranks(process.pid)[-1]
+    os.kill(hanging, signal.SIGSTOP)
+    told = ""
+    for line in process.stdout:
+        told += line
+        if line.startswith("error:"):
+            break
+    os.kill(hanging, signal.SIGKILL)  # torchrun would wait half a minute for it
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    error = told.splitlines()[-1]
+    assert "all_reduce" in error
+    assert "failed on rank 0" in error
 
 
 def child_ranks(parent):
