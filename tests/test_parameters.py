@@ -14,12 +14,15 @@ from tests import checks_core as core
 from tests import checks_records as records
 from tests.checks_core import ALONE, TINY, TINY_LLAMA, TWO, on_ranks
 
+COMPILES = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own
+
 
 def names_through_ddp(mesh: Mesh) -> list[str]:
     model = nn.parallel.DistributedDataParallel(build(TINY))
     return [record.name for record in build_records(model, mesh)]
 
 
+@COMPILES
 def test_wrappers_leave_the_names_of_the_plain_model():
     plain = [name for name, _ in build(TINY).named_parameters()]
     assert on_ranks(names_through_ddp, ALONE) == [plain]
@@ -127,3 +130,9 @@ def test_replicas_that_differ_are_named(sizes):
 @pytest.mark.trap("DP-13")
 def test_nothing_holds_parameters_from_before_materialising():
     core.check_materialised(Mesh.single())
+
+
+@COMPILES
+@pytest.mark.trap("DP-13")
+def test_compiling_changes_neither_names_nor_parameters():
+    core.check_materialised(Mesh.single(), compiled=True)

@@ -4,7 +4,8 @@ import pytest
 
 from course_lib.classroom.launch import RankError
 from course_lib.mesh import Mesh
-from tests.checks_core import on_ranks
+from tests import checks_core as core
+from tests import checks_records as records
 from tests.mutants.faults_core import FAULTS
 
 ROWS = [
@@ -12,6 +13,20 @@ ROWS = [
 ]
 
 
+@pytest.mark.parametrize("sizes", [core.ALONE, core.TWO, records.TP], ids=["one", "dp2", "tp2"])
+def test_every_check_passes_without_a_fault(sizes):
+    """Else a check that always fails would seem to notice everything."""
+    checks = list(dict.fromkeys(fault.check for fault in FAULTS if fault.sizes == sizes))
+    assert len(checks) > 3
+    run(check_all, sizes, checks)
+
+
+def check_all(mesh, checks) -> None:
+    for check in checks:
+        check(mesh)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch has doubts about some of them too
 @pytest.mark.parametrize("fault", ROWS)
 def test_a_check_fails_on(fault, monkeypatch):
     message = failure_of(fault, monkeypatch)
@@ -22,11 +37,9 @@ def test_a_check_fails_on(fault, monkeypatch):
 def failure_of(fault, monkeypatch) -> str | None:
     """What the check says; None where it passes. Any error but an AssertionError goes through."""
     try:
-        if set(fault.sizes.values()) == {1}:
+        if fault.sizes == core.ALONE:
             fault.put_back(monkeypatch.setattr)
-            fault.check(Mesh.single())
-        else:
-            on_ranks(fault.check, fault.sizes, fault=fault.put_back, timeout_s=30)
+        run(fault.check, fault.sizes, fault=fault.put_back)
     except AssertionError as error:
         return str(error)
     except RankError as error:
@@ -34,3 +47,11 @@ def failure_of(fault, monkeypatch) -> str | None:
             raise
         return error.message
     return None
+
+
+def run(check, sizes, *arguments, fault=None) -> None:
+    """Run a check here where the mesh is one rank, else on ranks."""
+    if sizes == core.ALONE:
+        check(Mesh.single(), *arguments)
+    else:
+        core.on_ranks(check, sizes, *arguments, fault=fault, timeout_s=60)
