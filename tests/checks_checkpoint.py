@@ -1,289 +1,27 @@
-"""What the tests of checkpoints and their mutants share: a toy model cut in odd ways, and checks.
+"""What checkpoints promise, as checks that their tests and their mutants share."""
 
-The functions that run on ranks take the directory first and return what can be compared.
-"""
-
-import contextlib
-import errno
 import functools
-import hashlib
-import importlib
 import json
 import math
-import os
 import shutil
-import signal
-import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from course_lib import checkpoint
-from course_lib.checkpoint import files
+from course_lib.checkpoint import hugging_face
 from course_lib.mesh import Mesh, make_mesh
-from course_lib.model import ModelConfig, ParameterSpec, declare
-from course_lib.oracle import random_batch, split
-from course_lib.parameters import Box, Layout, gather_full, lay_out, materialise, whole
-from course_lib.trainer.step import parallelize, training_step
-from course_lib.training import TrainingConfig
-
-SMALL = ModelConfig(layers=2, width=16, heads=4, vocab=29, context=8, dropout=0.1)
-SHAPES = {"matrix": (7, 7), "bias": (7,), "scale": (1,)}  # 57 numbers: few sizes divide them
-
-
-class Toy(nn.Module):
-    """Parameters without a computation; each may be cut in its own way."""
-
-    def __init__(self, shapes=None, layouts=None, locals_=None):
-        super().__init__()
-        for name, shape in (shapes or SHAPES).items():
-            local = (locals_ or {}).get(name, shape)
-            setattr(self, name, nn.Parameter(torch.empty(local)))
-            declare(self, **{name: ParameterSpec(std=1.0)})
-        if layouts:
-            lay_out(self, **layouts)
-
-    def tie(self):
-        """Nothing is tied."""
-        return self
-
-
-def cut(shape, rank: int, ranks: int, manner: str):
-    """The layout and the local shape of one parameter that is cut over "tp"."""
-    rows, rest = shape[0], shape[1:]
-    if manner == "whole":
-        return Layout(shape, (whole(shape),)), shape
-    if manner == "columns" and rest:
-        per = -(-rest[0] // ranks)
-        first, last = min(rank * per, rest[0]), min((rank + 1) * per, rest[0])
-        box = Box((0, first), (rows, last - first), (0, 0))
-        return Layout(shape, (box,) if last > first else (), ("tp",)), (rows, last - first)
-    if manner == "interleaved":  # row 0 to rank 0, row 1 to rank 1, …
-        own = range(rank, rows, ranks)
-        boxes = [
-            Box((row, *[0] * len(rest)), (1, *rest), (i, *[0] * len(rest)))
-            for i, row in enumerate(own)
-        ]
-        return Layout(shape, tuple(boxes), ("tp",)), (len(own), *rest)
-    per = -(-rows // ranks)  # rows: uneven, the last ranks may have none
-    first, last = min(rank * per, rows), min((rank + 1) * per, rows)
-    zeros = [0] * len(rest)
-    pad = 2 if manner == "padded" else 0
-    box = Box((first, *zeros), (last - first, *rest), (pad, *zeros))
-    boxes = (box,) if last > first else ()
-    return Layout(shape, boxes, ("tp",)), (last - first + 2 * pad, *rest)
-
-
-def toy(mesh: Mesh, manner: str, seed: int = 0, shapes=None):
-    """Records and optimizer of a toy that is cut in this manner over "tp"."""
-    shapes = shapes or SHAPES
-    parts = {n: cut(s, mesh.rank("tp"), mesh.size("tp"), manner) for n, s in shapes.items()}
-    with torch.device("meta"):
-        model = Toy(
-            shapes, {n: p[0] for n, p in parts.items()}, {n: p[1] for n, p in parts.items()}
-        )
-    records = materialise(model, mesh, seed)
-    return records, adamw(records)
-
-
-def adamw(records):
-    return torch.optim.AdamW([r.parameter for r in records], lr=0.1, fused=True)
-
-
-def take_steps(records, optimizer, steps: int = 3) -> None:
-    """Updates with gradients that differ from element to element, so that moments do too."""
-    for step in range(steps):
-        for index, record in enumerate(records):
-            grad = torch.sin(torch.arange(record.parameter.numel()) + 7.0 * index + step)
-            record.parameter.grad = grad.view_as(record.parameter).to(record.parameter)
-        optimizer.step()
-
-
-def everything(records, optimizer, mesh: Mesh) -> dict[str, torch.Tensor]:
-    """Whole parameters and moments by name, and Adam's step; on every rank."""
-    found = gather_full(records, {r.name: r.parameter.detach() for r in records}, mesh)
-    for kind in ("exp_avg", "exp_avg_sq"):
-        moments = {r.name: optimizer.state[r.parameter][kind] for r in records}
-        full = gather_full(records, moments, mesh)
-        found |= {f"{name}:{kind}": tensor for name, tensor in full.items()}
-    steps = {float(optimizer.state[r.parameter]["step"]) for r in records}
-    return {**found, "step": torch.tensor(sorted(steps))}
-
-
-def same(a: dict, b: dict) -> bool:
-    """Whether two states are equal to the bit."""
-    return a.keys() == b.keys() and all(
-        a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a
-    )
-
-
-def mesh_over_tp() -> Mesh:
-    """All ranks along "tp"; also without a process group."""
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    return make_mesh({"tp": size})
-
-
-# --------------------------------------------------------------------------- functions for ranks
-
-
-def save_trained(folder, manner: str, step: int = 1, keep=None, steps: int = 3):
-    """Train a toy, save it; returns the whole state."""
-    mesh = mesh_over_tp()
-    records, optimizer = toy(mesh, manner)
-    take_steps(records, optimizer, steps)
-    checkpoint.save(folder, step, records, optimizer, mesh, {"data_step": step}, keep)
-    return everything(records, optimizer, mesh)
-
-
-def load_newest(folder, manner: str):
-    """Load the newest checkpoint into a toy that started from other weights."""
-    mesh = mesh_over_tp()
-    records, optimizer = toy(mesh, manner, seed=99)
-    path = checkpoint.latest(folder, mesh)
-    state = checkpoint.load(path, records, optimizer, mesh)
-    for record in records:  # what no box covers is zero
-        rest = record.parameter.detach().clone()
-        for box in record.boxes:
-            rest[box.local] = 0
-        assert not rest.any()
-    return path.name, state, everything(records, optimizer, mesh)
-
-
-def load_and_save(folder, manner: str, step: int):
-    """Load the newest and save it again, as it lies here."""
-    mesh = mesh_over_tp()
-    records, optimizer = toy(mesh, manner, seed=99)
-    checkpoint.load(checkpoint.latest(folder, mesh), records, optimizer, mesh)
-    checkpoint.save(folder, step, records, optimizer, mesh, {"data_step": step})
-    return everything(records, optimizer, mesh)
-
-
-def error_of(function, *arguments) -> str:
-    """The words of the CheckpointError that this rank raised."""
-    try:
-        function(*arguments)
-    except checkpoint.CheckpointError as error:
-        return str(error)
-    return "no error"
-
-
-def train(folder, first: int, last: int, save_at: int | None = None, resume: bool = False):
-    """Steps first … last - 1 of a small GPT over "dp"; returns losses, and bits of the weights."""
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    mesh = make_mesh({"dp": size})
-    state = parallelize(SMALL, TrainingConfig(seed=5 if resume else 1), mesh)
-    if resume:
-        state.model.seed = 1  # of the dropout masks
-        saved = checkpoint.load(
-            checkpoint.latest(folder, mesh), state.records, state.optimizer, mesh
-        )
-        state.data_step = saved["data_step"]
-    losses = []
-    for step in range(first, last):
-        assert state.data_step == step
-        own = split(random_batch(SMALL, 8, step), size, 8 // size)[mesh.rank("dp")]
-        losses.append(training_step(state, own, 1e-2, 1.0, "fp32").loss)
-        if save_at == step + 1:
-            checkpoint.save(
-                folder, save_at, state.records, state.optimizer, mesh, {"data_step": save_at}
-            )
-    digest = hashlib.sha256()
-    for record in state.records:
-        digest.update(record.parameter.detach().numpy().tobytes())
-    return losses, digest.hexdigest()
-
-
-class Killer:
-    """Ends this process with SIGKILL at the n-th thing that a save does to the disk."""
-
-    EVENTS = ("open", "os.mkdir", "os.rename", "os.rmdir", "os.remove", "shutil.rmtree")
-
-    def __init__(self, folder, at: int):
-        self.folder, self.left, self.active = str(folder), at, True
-        sys.addaudithook(self.audit)
-
-    def audit(self, event: str, arguments) -> None:
-        if (
-            self.active
-            and event in self.EVENTS
-            and (self.folder in str(arguments[0]) or event in ("os.rmdir", "os.remove"))
-        ):
-            self.count()
-
-    def count(self) -> None:
-        self.left -= 1
-        if self.left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def save_and_die(folder, manner: str, victim: int, at: int) -> int:
-    """Save step 2; one rank is killed at some point. Returns the points left, if it lived."""
-    mesh = mesh_over_tp()
-    records, optimizer = toy(mesh, manner)
-    take_steps(records, optimizer, 5)
-    if dist.get_rank() != victim:
-        checkpoint.save(folder, 2, records, optimizer, mesh, {"data_step": 2}, keep=1)
-        return 0
-    killer, blocks = Killer(folder, at), files._blocks
-
-    def counted(tensors):
-        for block in blocks(tensors):
-            killer.count()
-            yield block
-
-    with mock.patch.object(files, "_blocks", counted):
-        checkpoint.save(folder, 2, records, optimizer, mesh, {"data_step": 2}, keep=1)
-    killer.active = False
-    return killer.left
-
-
-def with_fault(faults: dict, function, *arguments):
-    """Run a function while names of the library, "module:attribute", are something else."""
-    with contextlib.ExitStack() as stack:
-        for place, replacement in faults.items():
-            module, attribute = place.split(":")
-            owner = importlib.import_module(f"course_lib.checkpoint.{module}")
-            stack.enter_context(mock.patch.object(owner, attribute, replacement))
-        return function(*arguments)
-
-
-def write_half_on_rank_1(path, tensors):
-    """What a full disk does, on one of two ranks."""
-    if dist.get_rank() == 1:
-        path.write_bytes(b"only a part")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-    return files.write_tensors(path, tensors)
-
-
-def save_on_full_disk(folder, faults):
-    """Words of the error on this rank, and what is left of the save."""
-    words = with_fault(faults, error_of, save_trained, folder, "rows", 2, 1, 5)
-    dist.barrier()
-    return words, sorted(child.name for child in Path(folder).iterdir())
-
-
-def save_with_disagreement(folder, what: str):
-    mesh = mesh_over_tp()
-    records, optimizer = toy(mesh, "rows")
-    take_steps(records, optimizer, 1 + (what == "steps") * mesh.rank("tp"))
-    if what == "holes":  # the second rank's rows are held by nobody
-        records = [replace(r, boxes=r.boxes if mesh.is_first else ()) for r in records]
-    if what == "owners":  # both write the same whole parameters
-        records = [replace(r, owner=True) for r in toy(mesh, "whole")[0]]
-    state = {"data_step": mesh.rank("tp") if what == "state" else 0}
-    return error_of(checkpoint.save, folder, 1, records, optimizer, mesh, state)
-
-
-def load_words(folder, manner="rows"):
-    mesh = mesh_over_tp()
-    records, optimizer = toy(mesh, manner, seed=99)
-    return error_of(checkpoint.load, Path(folder) / "step_1", records, optimizer, mesh)
-
+from course_lib.model import ModelConfig, build
+from course_lib.parameters import (
+    Box,
+    Layout,
+    build_records,
+    materialise,
+)
+from tests import ranks_checkpoint as ranks
 
 # --------------------------------------------------------------------------- checks on one process
 
@@ -301,7 +39,7 @@ def quietly(check):
 
 def saved_toy(folder: Path, step: int = 1, steps: int = 3, manner: str = "whole"):
     """A checkpoint written by this process alone; returns its path and its state."""
-    state = save_trained(folder, manner, step, steps=steps)
+    state = ranks.save_trained(folder, manner, step, steps=steps)
     return folder / f"step_{step}", state
 
 
@@ -309,9 +47,9 @@ def refusal(path, records=None, optimizer=None) -> str:
     """Words of the error with which a checkpoint is refused; nothing may have changed."""
     mesh = Mesh.single()
     if records is None:
-        records, optimizer = toy(mesh, "whole", seed=99)
+        records, optimizer = ranks.toy(mesh, "whole", seed=99)
     before = [r.parameter.detach().clone() for r in records]
-    words = error_of(checkpoint.load, path, records, optimizer, mesh)
+    words = ranks.error_of(checkpoint.load, path, records, optimizer, mesh)
     assert words != "no error", f"{path} was loaded"
     assert all(torch.equal(r.parameter, b) for r, b in zip(records, before)), "weights changed"
     return words
@@ -352,7 +90,7 @@ def check_adam_goes_on(folder: Path) -> None:
     mesh = Mesh.single()
 
     def one_number():
-        records = materialise(Toy({"x": (1,)}), mesh, 0)
+        records = materialise(ranks.Toy({"x": (1,)}), mesh, 0)
         return records, torch.optim.AdamW(
             [records[0].parameter], lr=0.1, weight_decay=0.0, fused=True
         )
@@ -373,22 +111,10 @@ def check_adam_goes_on(folder: Path) -> None:
     assert abs(change - -0.0401035) < 1e-6, f"update 11 is {change:.7f}, not -0.0401035"
 
 
-def held_in(shape, pieces):
-    """A toy that holds a parameter as these pieces, one below the other in a larger tensor."""
-    local, placed, row = [max(s[d] for _, s in pieces) + 1 for d in range(len(shape))], [], 0
-    for offset, size in pieces:
-        placed.append(Box(offset, size, (row, *[0] * (len(shape) - 1))))
-        row += size[0] + 1
-    local[0] = row
-    with torch.device("meta"):
-        model = Toy({"x": shape}, {"x": Layout(shape, tuple(placed))}, {"x": local})
-    return materialise(model, Mesh.single(), 0)
-
-
 def check_boxes(folder: Path, shape, old_pieces, new_pieces) -> None:
     """CK-06: saved as some rectangles, loaded as others, anywhere in a larger tensor."""
     mesh = Mesh.single()
-    old, new = held_in(shape, old_pieces), held_in(shape, new_pieces)
+    old, new = ranks.held_in(shape, old_pieces), ranks.held_in(shape, new_pieces)
     with torch.no_grad():
         new[0].parameter.fill_(7)
     checkpoint.save(folder, 1, old, None, mesh, {})
@@ -408,12 +134,21 @@ def check_files_hold_only_their_part(folder: Path) -> None:
     shape, box = (100_000,), Box((0,), (10,), (50,))
     layouts = {"x": Layout((10,), (box,))}
     with torch.device("meta"):
-        model = Toy({"x": shape}, layouts)
+        model = ranks.Toy({"x": shape}, layouts)
     records = materialise(model, mesh, 0)
     path = checkpoint.save(folder, 1, records, None, mesh, {})
     size = sum(child.stat().st_size for child in path.iterdir())
     payload = 10 * 4
     assert size < 1.2 * payload + 10_000, f"{size} bytes for a payload of {payload}"
+
+
+def check_altered_state_is_found(folder: Path) -> None:
+    """A number changed in the manifest, which stays perfect JSON."""
+    path, _ = saved_toy(folder)
+    text = (path / "manifest.json").read_text()
+    assert '"data_step": 1' in text
+    (path / "manifest.json").write_text(text.replace('"data_step": 1', '"data_step": 2'))
+    assert "manifest.json is altered" in refusal(path)
 
 
 class Bomb:
@@ -429,8 +164,6 @@ class Bomb:
 @quietly
 def check_nothing_is_unpickled(folder: Path) -> None:
     """CK-11: no way into the library runs what a pickle says."""
-    from course_lib.checkpoint import hugging_face
-
     marker = folder / "marker"
     bomb = folder / "bomb"
     torch.save({"model": Bomb(marker)}, bomb)
@@ -450,9 +183,60 @@ def check_nothing_is_unpickled(folder: Path) -> None:
     assert checkpoint.latest(other.parent) is None
     assert "pickle" in refusal(other)
     assert "pickle" in refusal(other / "model.pt")
-    assert "pickle" in error_of(hugging_face.import_model, other)
+    assert "pickle" in ranks.error_of(hugging_face.import_model, other)
     gpt = ModelConfig(1, 8, 2, vocab=9, context=4)
-    assert "pickle" in error_of(hugging_face.import_weights, other / "pytorch_model.bin", gpt)
+    assert "pickle" in ranks.error_of(hugging_face.import_weights, other / "pytorch_model.bin", gpt)
     shutil.copy(bomb, other / "model.safetensors")
-    assert "cannot be read" in error_of(hugging_face.import_model, other)
+    assert "cannot be read" in ranks.error_of(hugging_face.import_model, other)
     assert not marker.exists(), "a pickle was run"
+
+
+def randomised(config: ModelConfig, seed: int = 1):
+    """A model whose biases and norms are not 0 and 1, so that a wrong one shows."""
+    model, generator = build(config, seed), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+def check_transformers_agrees(folder: Path, config: ModelConfig) -> None:
+    """CK-10: what is exported gives the same logits in transformers."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model = randomised(config)
+    hugging_face.export_model(folder, model.state_dict(), config)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    tokens = torch.arange(3 * config.context).view(3, -1) * 7 % config.vocab
+    with torch.no_grad():
+        ours, other = model(tokens), theirs.eval()(tokens).logits
+    assert ours.std() > 0.5, "the logits are too even to prove anything"
+    difference = (ours - other).abs().max().item()
+    assert difference <= 1e-5, f"logits differ by {difference:.2e}"
+
+
+def check_wrapped_names(folder: Path) -> None:
+    """CK-10: saved from any wrapper, loaded into any other; on a rank, since DDP needs a group."""
+    mesh = make_mesh({})
+    wrap = {
+        "plain": lambda m: m,
+        "ddp": DDP,
+        "compiled": torch.compile,
+        "ddp(compiled)": lambda m: DDP(torch.compile(m)),
+        "compiled(ddp)": lambda m: torch.compile(DDP(m)),
+    }
+    config = replace(ranks.SMALL, tie_embeddings=False)
+    for old in wrap:
+        records = build_records(wrap[old](build(config, seed=1)), mesh)
+        checkpoint.save(folder / old, 1, records, None, mesh, {})
+        for new in wrap:
+            model = build(config, seed=2)
+            records = build_records(wrap[new](model), mesh)
+            checkpoint.load(folder / old / "step_1", records, None, mesh)
+            for name, tensor in build(config, seed=1).state_dict().items():
+                assert torch.equal(model.state_dict()[name], tensor), (old, new, name)

@@ -20,6 +20,7 @@ from course_lib.model import ParameterSpec, build, declare
 from course_lib.parameters import Layout, build_records, lay_out, materialise, whole
 from course_lib.training import TrainingConfig, make_optimizer
 from tests import checks_checkpoint as checks
+from tests import ranks_checkpoint as ranks
 
 MANNERS = ["rows", "columns", "interleaved", "padded"]
 
@@ -31,27 +32,27 @@ MANNERS = ["rows", "columns", "interleaved", "padded"]
 @pytest.mark.parametrize("manner", ["rows", "padded"])
 def test_57_numbers_survive_worlds_of_2_1_4_2(tmp_path, manner):
     others = itertools.cycle(m for m in MANNERS if m != manner)
-    saved = run_ranks(checks.save_trained, 2, tmp_path, manner)[0]
-    assert sum(saved[name].numel() for name in checks.SHAPES) == 57
+    saved = run_ranks(ranks.save_trained, 2, tmp_path, manner)[0]
+    assert sum(saved[name].numel() for name in ranks.SHAPES) == 57
     for step, world in enumerate((1, 4, 2), start=2):
-        for state in run_ranks(checks.load_and_save, world, tmp_path, next(others), step):
-            assert checks.same(state, saved)
-    for name, state, values in run_ranks(checks.load_newest, 4, tmp_path, manner):
+        for state in run_ranks(ranks.load_and_save, world, tmp_path, next(others), step):
+            assert ranks.same(state, saved)
+    for name, state, values in run_ranks(ranks.load_newest, 4, tmp_path, manner):
         assert name == "step_4"
         assert state == {"data_step": 4}
-        assert checks.same(values, saved)
+        assert ranks.same(values, saved)
 
 
 @pytest.mark.trap("CK-06")
 @pytest.mark.trap("CK-01")
 @pytest.mark.trap("DP-14")
 def test_training_goes_on_the_same_on_any_number_of_ranks(tmp_path):
-    losses, weights = run_ranks(checks.train, 2, tmp_path, 0, 6, save_at=3)[0]
-    resumed, same_weights = run_ranks(checks.train, 2, tmp_path, 3, 6, resume=True)[0]
+    losses, weights = run_ranks(ranks.train, 2, tmp_path, 0, 6, save_at=3)[0]
+    resumed, same_weights = run_ranks(ranks.train, 2, tmp_path, 3, 6, resume=True)[0]
     assert resumed == losses[3:]
     assert same_weights == weights
     for world in (1, 4):
-        other, _ = run_ranks(checks.train, world, tmp_path, 3, 6, resume=True)[0]
+        other, _ = run_ranks(ranks.train, world, tmp_path, 3, 6, resume=True)[0]
         assert other[0] == pytest.approx(losses[3], abs=1e-6)
         assert other == pytest.approx(losses[3:], abs=1e-4)  # Adam spreads the last digit
 
@@ -87,7 +88,7 @@ def stage_of_tied(folder, action: str, seed: int):
         for record in records:  # the two copies must be equal, as training keeps them
             if record.name in ("embedding.weight", "head.weight"):
                 record.parameter.fill_(seed + 0.5)
-    optimizer = checks.adamw(records)
+    optimizer = ranks.adamw(records)
     if action == "save":
         for record in records:
             record.parameter.grad = torch.full_like(record.parameter, 0.25)
@@ -120,10 +121,10 @@ def test_tied_weights_cross_pipeline_stages(tmp_path, before, after):
 
 
 def test_an_untied_checkpoint_is_not_forced_into_a_tied_model(tmp_path):
-    untied = build(replace(checks.SMALL, tie_embeddings=False))
+    untied = build(replace(ranks.SMALL, tie_embeddings=False))
     mesh = Mesh.single()
     path = checkpoint.save(tmp_path, 1, build_records(untied, mesh), None, mesh, {})
-    words = checks.refusal(path, build_records(build(checks.SMALL, seed=2), mesh))
+    words = checks.refusal(path, build_records(build(ranks.SMALL, seed=2), mesh))
     assert "embedding.weight and head.weight differ in it, here they are tied" in words
 
 
@@ -182,9 +183,9 @@ def test_shards_are_as_small_as_what_they_hold(tmp_path):
     shapes = {"matrix": (64, 512)}
 
     def save_sharded(folder):
-        mesh = checks.mesh_over_tp()
-        records, optimizer = checks.toy(mesh, "padded", shapes=shapes)
-        checks.take_steps(records, optimizer)
+        mesh = ranks.mesh_over_tp()
+        records, optimizer = ranks.toy(mesh, "padded", shapes=shapes)
+        ranks.take_steps(records, optimizer)
         checkpoint.save(folder, 1, records, optimizer, mesh, {})
 
     run_ranks(save_sharded, 4, tmp_path)
@@ -211,11 +212,11 @@ def test_files_are_what_safetensors_reads(tmp_path, dtype):
 
 def test_optimizer_state_comes_back_in_kind(tmp_path):
     mesh, dtype = Mesh.single(), torch.float64
-    model = build(checks.SMALL, dtype=dtype)
+    model = build(ranks.SMALL, dtype=dtype)
     records = build_records(model, mesh)
     pairs = [(r.parameter, r.spec.decay) for r in records]
     optimizer = make_optimizer(TrainingConfig(), pairs)
-    checks.take_steps(records, optimizer, 2)
+    ranks.take_steps(records, optimizer, 2)
     checkpoint.save(tmp_path, 2, records, optimizer, mesh, {})
     fresh = make_optimizer(TrainingConfig(), pairs)
     checkpoint.load(tmp_path / "step_2", records, fresh, mesh)
@@ -225,14 +226,14 @@ def test_optimizer_state_comes_back_in_kind(tmp_path):
         for kind, value in state.items():
             assert torch.equal(value, loaded[kind])
             assert (value.dtype, value.device) == (loaded[kind].dtype, loaded[kind].device)
-    checks.take_steps(records, fresh, 1)  # the fused update accepts them
+    ranks.take_steps(records, fresh, 1)  # the fused update accepts them
 
 
 def test_sgd_has_no_state_and_weights_load_alone(tmp_path):
     mesh = Mesh.single()
-    records, adam = checks.toy(mesh, "whole")
+    records, adam = ranks.toy(mesh, "whole")
     sgd = torch.optim.SGD([r.parameter for r in records], lr=0.1)
-    checks.take_steps(records, sgd)
+    ranks.take_steps(records, sgd)
     path = checkpoint.save(tmp_path, 3, records, sgd, mesh, {"lr": 0.1})
     assert sorted(child.name for child in path.iterdir()) == [
         "manifest.json",
@@ -250,7 +251,7 @@ def test_sgd_has_no_state_and_weights_load_alone(tmp_path):
 def test_weights_alone_need_no_optimizer_files(tmp_path):
     path, state = checks.saved_toy(tmp_path)
     (path / "optimizer_00000.safetensors").write_bytes(b"damaged")
-    records, optimizer = checks.toy(Mesh.single(), "whole", seed=99)
+    records, optimizer = ranks.toy(Mesh.single(), "whole", seed=99)
     checkpoint.load(path, records, None, Mesh.single())
     assert all(torch.equal(r.parameter, state[r.name]) for r in records)
     assert "optimizer_00000" in checks.refusal(path, records, optimizer)
@@ -258,38 +259,16 @@ def test_weights_alone_need_no_optimizer_files(tmp_path):
 
 def test_a_parameter_without_saved_moments_is_refused(tmp_path):
     mesh = Mesh.single()
-    records, _ = checks.toy(mesh, "whole")
+    records, _ = ranks.toy(mesh, "whole")
     some = torch.optim.AdamW([r.parameter for r in records[:2]], lr=0.1, fused=True)
-    checks.take_steps(records, some)
+    ranks.take_steps(records, some)
     path = checkpoint.save(tmp_path, 1, records, some, mesh, {})
     assert "no AdamW state of scale" in checks.refusal(path)
 
 
 @pytest.mark.trap("CK-10")
 def test_wrappers_do_not_change_names(tmp_path):
-    def save_and_load(folder):
-        from torch.nn.parallel import DistributedDataParallel as DDP
-
-        mesh = make_mesh({})
-        wrap = {
-            "plain": lambda m: m,
-            "ddp": DDP,
-            "compiled": torch.compile,
-            "ddp(compiled)": lambda m: DDP(torch.compile(m)),
-            "compiled(ddp)": lambda m: torch.compile(DDP(m)),
-        }
-        config = replace(checks.SMALL, tie_embeddings=False)
-        for old in wrap:
-            records = build_records(wrap[old](build(config, seed=1)), mesh)
-            checkpoint.save(folder / old, 1, records, None, mesh, {})
-            for new in wrap:
-                model = build(config, seed=2)
-                records = build_records(wrap[new](model), mesh)
-                checkpoint.load(folder / old / "step_1", records, None, mesh)
-                for name, tensor in build(config, seed=1).state_dict().items():
-                    assert torch.equal(model.state_dict()[name], tensor), (old, new, name)
-
-    run_ranks(save_and_load, 1, tmp_path)
+    run_ranks(checks.check_wrapped_names, 1, tmp_path)
 
 
 # --------------------------------------------------------------------------- other models and runs
@@ -298,11 +277,11 @@ def test_wrappers_do_not_change_names(tmp_path):
 @pytest.mark.trap("CK-10")
 def test_another_model_is_refused_with_both_sides_named(tmp_path):
     mesh = Mesh.single()
-    records = build_records(build(checks.SMALL), mesh)
+    records = build_records(build(ranks.SMALL), mesh)
     path = checkpoint.save(tmp_path, 1, records, None, mesh, {})
 
     def words_for(**change):
-        other = build_records(build(replace(checks.SMALL, **change)), mesh)
+        other = build_records(build(replace(ranks.SMALL, **change)), mesh)
         return checks.refusal(path, other)
 
     wider = words_for(vocab=30)
@@ -310,14 +289,14 @@ def test_another_model_is_refused_with_both_sides_named(tmp_path):
     deeper = words_for(layers=3)
     assert "blocks.2.attention_norm.weight is absent in the checkpoint, [16] float32 here" in deeper
     assert "more" in deeper
-    doubles = build_records(build(checks.SMALL, dtype=torch.float64), mesh)
+    doubles = build_records(build(ranks.SMALL, dtype=torch.float64), mesh)
     assert "[29, 16] float32 in the checkpoint, [29, 16] float64 here" in checks.refusal(
         path, doubles
     )
 
 
 def test_another_run_is_refused_with_each_key_named(tmp_path):
-    records, optimizer = checks.toy(Mesh.single(), "whole")
+    records, optimizer = ranks.toy(Mesh.single(), "whole")
     state = {"identity": {"data": {"sha256": "ab", "tokens": 5}, "seed": 1, "betas": (0.9, 0.95)}}
     path = checkpoint.save(tmp_path, 1, records, optimizer, Mesh.single(), {**state, "step": 1})
     checkpoint.require_same(path, state)
@@ -341,7 +320,7 @@ def test_a_stored_run_can_be_looked_at_without_a_model(tmp_path):
     found = checkpoint.read_manifest(path)
     assert (found.step, found.optimizer, found.state) == (5, "AdamW", {"data_step": 5})
     assert {(t.name, t.kind) for t in found.tensors} == {
-        (name, kind) for name in checks.SHAPES for kind in ("weight", "exp_avg", "exp_avg_sq")
+        (name, kind) for name in ranks.SHAPES for kind in ("weight", "exp_avg", "exp_avg_sq")
     }
     assert found.scalars["scale"] == {"step": {"value": 3.0, "dtype": "float32"}}
     assert found.mesh == {"pp": 1, "dp": 1, "tp": 1}

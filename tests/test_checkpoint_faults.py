@@ -11,13 +11,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from course_lib import checkpoint
 from course_lib.checkpoint import CheckpointError, manifest
 from course_lib.classroom.launch import RankError, run_ranks
 from course_lib.mesh import Mesh
 from tests import checks_checkpoint as checks
+from tests import ranks_checkpoint as ranks
 
 # --------------------------------------------------------------------------- atomic saves
 
@@ -25,13 +25,13 @@ from tests import checks_checkpoint as checks
 @pytest.mark.trap("CK-09")
 def test_a_killed_save_leaves_the_previous_checkpoint_or_the_new_one(tmp_path):
     folder, before, after = (tmp_path / name for name in ("run", "before", "after"))
-    first = run_ranks(checks.save_trained, 2, before, "rows")[0]
-    second = run_ranks(checks.save_trained, 2, after, "rows", step=2, steps=5)[0]
+    first = run_ranks(ranks.save_trained, 2, before, "rows")[0]
+    second = run_ranks(ranks.save_trained, 2, after, "rows", step=2, steps=5)[0]
     points = {}
     for victim in (0, 1):
         count = tmp_path / f"count_{victim}"
         shutil.copytree(before, count)
-        left = run_ranks(checks.save_and_die, 2, count, "rows", victim, 1000)[victim]
+        left = run_ranks(ranks.save_and_die, 2, count, "rows", victim, 1000)[victim]
         points[victim] = 1000 - left
     outcomes = []
     shutil.copytree(before, folder)
@@ -39,15 +39,15 @@ def test_a_killed_save_leaves_the_previous_checkpoint_or_the_new_one(tmp_path):
         victim = trial % 3 % 2  # rank 0 does more
         at = (7 * trial + 3) % points[victim]
         with pytest.raises(RankError, match=f"rank {victim} was killed"):
-            run_ranks(checks.save_and_die, 2, folder, "rows", victim, at)
-        name, _, values = checks.load_newest(folder, "interleaved")
-        assert checks.same(values, {"step_1": first, "step_2": second}[name])
+            run_ranks(ranks.save_and_die, 2, folder, "rows", victim, at)
+        name, _, values = ranks.load_newest(folder, "interleaved")
+        assert ranks.same(values, {"step_1": first, "step_2": second}[name])
         outcomes.append(name)
         if name == "step_2":  # begin again
             shutil.rmtree(folder)
             shutil.copytree(before, folder)
     assert {"step_1", "step_2"} == set(outcomes)
-    run_ranks(checks.save_trained, 2, folder, "rows", step=3, keep=1)
+    run_ranks(ranks.save_trained, 2, folder, "rows", step=3, keep=1)
     assert [child.name for child in folder.iterdir()] == ["step_3"]
 
 
@@ -74,24 +74,24 @@ def test_the_same_step_again_replaces_it(tmp_path):
     checks.saved_toy(tmp_path, 1, steps=1)
     path, state = checks.saved_toy(tmp_path, 1, steps=2)
     assert [child.name for child in tmp_path.iterdir()] == ["step_1"]
-    name, _, values = checks.load_newest(tmp_path, "whole")
+    name, _, values = ranks.load_newest(tmp_path, "whole")
     assert name == path.name
-    assert checks.same(values, state)
+    assert ranks.same(values, state)
 
 
 def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path):
     path, state = checks.saved_toy(tmp_path, 4)
     path.rename(tmp_path / ".replaced_step_4_0123abcd")
-    name, _, values = checks.load_newest(tmp_path, "whole")
+    name, _, values = ranks.load_newest(tmp_path, "whole")
     assert name == "step_4"
-    assert checks.same(values, state)
+    assert ranks.same(values, state)
 
 
 def test_the_newest_are_kept_and_always_the_one_just_saved(tmp_path):
     for step in (1, 2, 10, 9):
-        checks.save_trained(tmp_path, "whole", step, keep=2)
+        ranks.save_trained(tmp_path, "whole", step, keep=2)
     assert {child.name for child in tmp_path.iterdir()} == {"step_10", "step_9"}
-    checks.save_trained(tmp_path, "whole", 3, keep=1)
+    ranks.save_trained(tmp_path, "whole", 3, keep=1)
     assert [child.name for child in tmp_path.iterdir()] == ["step_3"]
 
 
@@ -109,23 +109,23 @@ def small_disk(folder: Path, size: str):
 
 
 def test_a_full_disk_on_one_rank_stops_all_and_costs_nothing(tmp_path):
-    saved = run_ranks(checks.save_trained, 2, tmp_path, "rows")[0]
-    faults = {"saving:write_tensors": checks.write_half_on_rank_1}
-    (words, left), other = run_ranks(checks.save_on_full_disk, 2, tmp_path, faults)
+    saved = run_ranks(ranks.save_trained, 2, tmp_path, "rows")[0]
+    faults = {"checkpoint.saving:write_tensors": ranks.write_half_on_rank_1}
+    (words, left), other = run_ranks(ranks.save_on_full_disk, 2, tmp_path, faults)
     assert (words, left) == other
     for part in ("step_2 was not saved", "rank 1", "weights_00001", os.strerror(errno.ENOSPC)):
         assert part in words
     assert left == ["step_1"]
-    assert checks.same(run_ranks(checks.load_newest, 2, tmp_path, "rows")[0][2], saved)
+    assert ranks.same(run_ranks(ranks.load_newest, 2, tmp_path, "rows")[0][2], saved)
 
 
 def test_a_really_full_disk(tmp_path):
     with small_disk(tmp_path / "disk", "60k") as mounted:
         if not mounted:
             pytest.skip("making a small disk needs root; the test above simulates a full one")
-        checks.save_trained(tmp_path / "disk", "whole", 1)
+        ranks.save_trained(tmp_path / "disk", "whole", 1)
         (tmp_path / "disk" / "filler").write_bytes(b"x" * 40_000)
-        words = checks.error_of(checks.save_trained, tmp_path / "disk", "whole", 2)
+        words = ranks.error_of(ranks.save_trained, tmp_path / "disk", "whole", 2)
         assert os.strerror(errno.ENOSPC) in words
         assert checkpoint.latest(tmp_path / "disk").name == "step_1"
         assert not list((tmp_path / "disk").glob(".saving*"))
@@ -133,7 +133,7 @@ def test_a_really_full_disk(tmp_path):
 
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    assert "file" in checks.error_of(checks.save_trained, tmp_path / "file" / "run", "whole", 1)
+    assert "file" in ranks.error_of(ranks.save_trained, tmp_path / "file" / "run", "whole", 1)
 
 
 @pytest.mark.parametrize(
@@ -143,14 +143,14 @@ def test_a_directory_that_cannot_be_made(tmp_path):
      ("owners", "weight of matrix [7, 7]: boxes at (0, 0) and (0, 0) overlap")],
 )  # fmt: skip
 def test_ranks_that_disagree_save_nothing(tmp_path, what, words):
-    found = run_ranks(checks.save_with_disagreement, 2, tmp_path, what)
+    found = run_ranks(ranks.save_with_disagreement, 2, tmp_path, what)
     assert found[0] == found[1]
     assert words in found[0]
     assert not list(tmp_path.iterdir())
 
 
 def test_state_that_json_cannot_hold_is_refused(tmp_path):
-    records, optimizer = checks.toy(Mesh.single(), "whole")
+    records, optimizer = ranks.toy(Mesh.single(), "whole")
     with pytest.raises(CheckpointError, match="JSON"):
         checkpoint.save(tmp_path, 1, records, optimizer, Mesh.single(), {"x": torch.ones(1)})
     assert not list(tmp_path.iterdir())
@@ -162,16 +162,17 @@ def test_state_that_json_cannot_hold_is_refused(tmp_path):
 @pytest.mark.trap("CK-09")
 def test_damage_is_found_and_named(tmp_path):
     checks.check_damage_is_found(tmp_path)
+    checks.check_altered_state_is_found(tmp_path)
 
 
 @pytest.mark.trap("CK-09")
 @pytest.mark.parametrize("file", ["weights_00001.safetensors", "manifest.json"])
 def test_all_ranks_refuse_a_damaged_checkpoint_alike(tmp_path, file):
-    run_ranks(checks.save_trained, 2, tmp_path, "rows")
+    run_ranks(ranks.save_trained, 2, tmp_path, "rows")
     content = bytearray((tmp_path / "step_1" / file).read_bytes())
     content[-20] ^= 1
     (tmp_path / "step_1" / file).write_bytes(content)
-    words = run_ranks(checks.load_words, 4, tmp_path)
+    words = run_ranks(ranks.load_words, 4, tmp_path)
     assert len(set(words)) == 1
     assert file in words[0]
     assert "is damaged" in words[0]
@@ -179,15 +180,9 @@ def test_all_ranks_refuse_a_damaged_checkpoint_alike(tmp_path, file):
 
 @pytest.mark.trap("DP-04")
 def test_the_first_rank_decides_which_is_the_latest(tmp_path):
-    def choose(folder):
-        mesh = checks.mesh_over_tp()
-        seen = manifest.complete(folder)[: 2 - dist.get_rank()]  # a slow file system's rank 1
-        faults = {"manifest:complete": lambda *_, **__: seen}
-        return checks.with_fault(faults, checkpoint.latest, folder, mesh)
-
     for step in (1, 2):
         checks.saved_toy(tmp_path, step)
-    assert run_ranks(choose, 2, tmp_path) == [tmp_path / "step_2"] * 2
+    assert run_ranks(ranks.latest_on_a_slow_disk, 2, tmp_path) == [tmp_path / "step_2"] * 2
 
 
 def test_nothing_there(tmp_path):
