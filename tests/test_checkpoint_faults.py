@@ -87,6 +87,21 @@ def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path)
     assert ranks.same(values, state)
 
 
+def test_a_replacement_that_fails_puts_the_old_one_back(tmp_path):
+    _, state = checks.saved_toy(tmp_path, 4)
+    rename = os.rename
+
+    def fail(source, target, **keywords):
+        if Path(source).name.startswith(".saving"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target, **keywords)
+
+    with mock.patch("os.rename", fail):
+        assert "was not saved" in ranks.error_of(ranks.save_trained, tmp_path, "whole", 4)
+    assert [child.name for child in tmp_path.iterdir()] == ["step_4"]
+    assert ranks.same(ranks.load_newest(tmp_path, "whole")[2], state)
+
+
 def test_the_newest_are_kept_and_always_the_one_just_saved(tmp_path):
     for step in (1, 2, 10, 9):
         ranks.save_trained(tmp_path, "whole", step, keep=2)

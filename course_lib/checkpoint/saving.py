@@ -11,6 +11,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def save(
     except CheckpointError as error:
         if mesh.is_first:  # every rank has stopped writing
             shutil.rmtree(temporary, ignore_errors=True)
+            with suppress(OSError):  # the next save or `latest` tries it again
+                recover(directory)
         raise CheckpointError(f"{target} was not saved: {error}") from error
     if mesh.is_first:
         _tidy(directory, target, keep)
