@@ -12,7 +12,7 @@ from course_lib.model import Transformer, build, initial_rows
 from course_lib.parameters import Box, build_records, gather_full, initialise, materialise, whole
 from tests import checks_core as core
 from tests import checks_records as records
-from tests.checks_core import ALONE, TINY, TINY_LLAMA, TWO, on_ranks
+from tests.checks_core import ALONE, TINY, TINY_LLAMA, on_ranks
 
 COMPILES = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own
 
@@ -74,9 +74,8 @@ def test_a_box_maps_global_places_to_local_ones():
 
 
 @pytest.mark.trap("TP-15")
-@pytest.mark.parametrize("sizes", [records.TP, records.DP_TP], ids=["tp2", "dp2tp2"])
-def test_cut_parameters_start_with_the_plain_models_numbers(sizes):
-    on_ranks(records.check_cut_starts_as_plain, sizes)
+def test_cut_parameters_start_with_the_plain_models_numbers():
+    on_ranks(records.check_cut_starts_as_plain, records.DP_TP)
 
 
 def test_initial_weights_are_the_plain_models_in_every_precision():
@@ -108,9 +107,8 @@ def test_a_part_is_drawn_as_it_lies_in_the_whole():
 
 
 @pytest.mark.trap("CLIP-01")
-@pytest.mark.parametrize("sizes", [TWO, records.TP, records.DP_TP], ids=["dp2", "tp2", "dp2tp2"])
-def test_every_element_has_one_owner(sizes):
-    on_ranks(records.check_one_owner, sizes)
+def test_every_element_has_one_owner():
+    on_ranks(records.check_one_owner, records.DP_TP)
 
 
 def test_gathering_gives_whole_tensors_on_one_rank_too():
@@ -122,9 +120,8 @@ def test_gathering_gives_whole_tensors_on_one_rank_too():
     assert weights["norm.weight"].any(), "a proof must not share memory with the model"
 
 
-@pytest.mark.parametrize("sizes", [TWO, records.DP_TP], ids=["dp2", "dp2tp2"])
-def test_replicas_that_differ_are_named(sizes):
-    on_ranks(records.check_replicas_are_compared, sizes)
+def test_replicas_that_differ_are_named():
+    on_ranks(records.check_replicas_are_compared, records.DP_TP)
 
 
 @pytest.mark.trap("DP-13")
