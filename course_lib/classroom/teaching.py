@@ -75,7 +75,7 @@ def predict(name: str, guess: Any = None, *, at: Sequence | None = None, unit: s
         journal.note_prediction(name, _plain(prediction.guess))
         print("Prediction kept. Run on and compare.")
     else:
-        placeholder = "..." if at is None else "`raise NotImplementedError`"
+        placeholder = "the ..." if at is None else "`raise NotImplementedError`"
         print(f"No prediction yet: replace {placeholder} with your own, then run this cell again.")
     return prediction
 
