@@ -14,11 +14,11 @@ import threading
 import time
 from pathlib import Path
 
-import jupyter_client
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from jupyter_client import KernelManager
 
 from course_lib.classroom import _rank_process, _rank_report, _rank_start, _rank_watch, launch
 from course_lib.classroom.launch import RankError, RanksInterrupted, RankTimeout, run_ranks
@@ -715,11 +715,14 @@ class Kernel:
     """A Jupyter kernel that runs cells one after the other."""
 
     def __init__(self, directory):
-        self.manager, self.client = jupyter_client.manager.start_new_kernel(
-            kernel_name="python3",
-            cwd=str(directory),
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        # ipc: the ports that Jupyter picks for tcp may be gone before the kernel takes them.
+        self.manager = KernelManager(
+            kernel_name="python3", transport="ipc", ip=str(directory / "socket")
         )
+        self.manager.start_kernel(cwd=str(directory), env={**os.environ, "PYTHONPATH": str(ROOT)})
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=120)
 
     @property
     def pid(self):

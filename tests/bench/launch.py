@@ -12,10 +12,10 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
+import tempfile
 from pathlib import Path
 
-from jupyter_client.manager import start_new_kernel
+from jupyter_client import KernelManager
 
 ROOT = Path(__file__).parents[2]
 WORLD_SIZES = (2, 4, 8)
@@ -95,18 +95,22 @@ class Kernel:
     """A Jupyter kernel with the functions above."""
 
     def __enter__(self) -> "Kernel":
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        self.manager, self.client = start_new_kernel(
-            kernel_name="python3",
-            env=environment,
-            stderr=subprocess.DEVNULL,  # the kernel's remarks about itself
+        # ipc: the ports that Jupyter picks for tcp may be gone before the kernel takes them.
+        self.directory = tempfile.TemporaryDirectory()
+        self.manager = KernelManager(
+            kernel_name="python3", transport="ipc", ip=f"{self.directory.name}/socket"
         )
+        self.manager.start_kernel(env={**os.environ, "PYTHONPATH": str(ROOT)})
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=120)
         self.value(f"[exec({SET_UP!r}, globals()), 0.0][1]")
         return self
 
     def __exit__(self, *_: object) -> None:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
+        self.directory.cleanup()
 
     def value(self, expression: str) -> float:
         """Run a cell that prints the value of an expression."""
