@@ -8,6 +8,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -172,6 +173,7 @@ def check_nothing_is_unpickled(folder: Path) -> None:
         kept = (path / name).read_bytes()
         shutil.copy(bomb, path / name)
         refusal(path)
+        with pytest.raises(checkpoint.CheckpointError, match="only damaged"):
         checkpoint.latest(folder / "checkpoints")
         (path / name).write_bytes(kept)
     other = folder / "other" / "step_1"
@@ -180,7 +182,8 @@ def check_nothing_is_unpickled(folder: Path) -> None:
         shutil.copy(bomb, other / name)
     shape = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 9, "n_positions": 4}
     (other / "config.json").write_text(json.dumps({"model_type": "gpt2", **shape}))
-    assert checkpoint.latest(other.parent) is None
+    with pytest.raises(checkpoint.CheckpointError, match="only damaged"):
+        checkpoint.latest(other.parent)
     assert "pickle" in refusal(other)
     assert "pickle" in refusal(other / "model.pt")
     assert "pickle" in ranks.error_of(hugging_face.import_model, other)

@@ -184,14 +184,21 @@ def latest(directory: str | Path, mesh: Mesh | None = None) -> Path | None:
     """The newest complete checkpoint in a directory; None where there is none.
 
     The first rank looks and decides, the others get its answer: collective where a mesh is given.
-    A checkpoint with a missing or truncated file is passed over, with a warning. What a killed
-    save left behind is never taken.
+    A checkpoint with a missing or truncated file is passed over, with a warning, for an older one.
+    What a killed save left behind is never taken.
+    Raises CheckpointError where there are only damaged ones: a run must not start again unasked.
     """
     passed_over: dict[Path, str] = {}
 
     def newest() -> Path | None:
         recover(Path(directory))
         found = complete(directory, passed_over)
+        if passed_over and not found:
+            faults = "; ".join(f"{path.name}: {fault}" for path, fault in passed_over.items())
+            raise CheckpointError(
+                f"{directory} holds only damaged checkpoints ({faults}); restore one, or move "
+                "them away to start again"
+            )
         return found[-1] if found else None
 
     path = first_decides(mesh or Mesh.single(), newest)

@@ -45,10 +45,12 @@ def _attempt(work: Callable[[Lab], Station], lab: Lab) -> Station:
         return Station(work.__name__, "fail", finding=f"{type(error).__name__}: {error}")
 
 
-def choose_ranks() -> list[int]:
-    """1, 2, 4, 8 … as far as there are GPUs; 1 and 2 on a CPU."""
+def choose_processes() -> tuple[list[int], str]:
+    """1, 2, 4, 8 … processes as far as there are GPUs; with fewer than 2, 1 and 2 on the CPU."""
     gpus = torch.cuda.device_count()
-    return [1, 2] if gpus < 2 else [2**i for i in range(gpus.bit_length()) if 2**i <= gpus]
+    if gpus < 2:
+        return [1, 2], "cpu"
+    return [2**i for i in range(gpus.bit_length()) if 2**i <= gpus], "cuda"
 
 
 def choose_corpus() -> str:
@@ -67,11 +69,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--directory", default="runs/lab", help="where everything is written")
     parser.add_argument("--steps", type=int, default=500, help="steps of the training station")
     options = parser.parse_args(arguments)
+    if options.steps < 2:
+        parser.error("--steps must be at least 2")
     directory = Path(options.directory)
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     start = time.perf_counter()
-    lab = Lab(directory, choose_ranks(), choose_corpus(), options.steps)
+    ranks, device = choose_processes()
+    lab = Lab(directory, ranks, device, choose_corpus(), options.steps)
     stations = run_lab(lab)
     sample = stations[-1].figures.get("sample")
     if sample:
