@@ -174,7 +174,7 @@ def check_nothing_is_unpickled(folder: Path) -> None:
         shutil.copy(bomb, path / name)
         refusal(path)
         with pytest.raises(checkpoint.CheckpointError, match="only damaged"):
-        checkpoint.latest(folder / "checkpoints")
+            checkpoint.latest(folder / "checkpoints")
         (path / name).write_bytes(kept)
     other = folder / "other" / "step_1"
     other.mkdir(parents=True)
