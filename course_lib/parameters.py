@@ -101,8 +101,8 @@ def build_records(model: nn.Module, mesh: Mesh) -> list[ParameterRecord]:
         names.setdefault(id(parameter), []).append(plain_name(path))
         found.setdefault(id(parameter), (path, parameter))
     return [
-        _record(model, path, parameter, names[key], mesh)
-        for key, (path, parameter) in found.items()
+        _record(model, path, parameter, names[key], mesh, number)
+        for number, (key, (path, parameter)) in enumerate(found.items())
     ]
 
 
@@ -111,7 +111,9 @@ def plain_name(path: str) -> str:
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
 
 
-def _record(model, path: str, parameter, names: list[str], mesh: Mesh) -> ParameterRecord:
+def _record(
+    model: nn.Module, path: str, parameter, names: list[str], mesh: Mesh, number: int
+) -> ParameterRecord:
     holder, _, part = path.rpartition(".")
     layouts = getattr(model.get_submodule(holder), "parameter_layouts", {})
     layout = layouts.get(part) or Layout(tuple(parameter.shape), (whole(parameter.shape),))
@@ -123,11 +125,20 @@ def _record(model, path: str, parameter, names: list[str], mesh: Mesh) -> Parame
         sharded_over=layout.sharded_over,
         replicated_over=replicated,
         summed_over=("dp", *layout.partial_over),
-        owner=all(mesh.rank(axis) == 0 for axis in replicated),
+        owner=_is_owner(mesh, replicated, number),
         tied=tuple(names[1:]),
         spec=parameter_spec(model, path),
         parameter=parameter,
     )
+
+
+def _is_owner(mesh: Mesh, replicated: tuple[str, ...], number: int) -> bool:
+    """Replicas take turns by the parameter's number, so that they share the work of owners."""
+    place, replicas = 0, 1
+    for axis in replicated:
+        place = place * mesh.size(axis) + mesh.rank(axis)
+        replicas *= mesh.size(axis)
+    return number % replicas == place
 
 
 def materialise(

@@ -35,7 +35,15 @@ from typing import Any
 
 from course_lib.classroom._rank_report import describe_failure, describe_stack, remember_sources
 
-PRELOAD = ("numpy", "cloudpickle", "torch", "torch.distributed")
+PRELOAD = (
+    "numpy",
+    "cloudpickle",
+    "torch",
+    "torch.distributed",
+    "safetensors",
+    "tokenizers",
+    "tqdm",
+)
 # The first optimizer of a process imports it, for a second and more.
 PRELOAD_ONCE = ("torch._dynamo",)
 

@@ -243,7 +243,7 @@ def owned_by_all_first_ranks(put: Put) -> None:
 
     def record(*arguments):
         found = right(*arguments)
-        return replace(found, owner=arguments[-1].rank("dp") == 0)  # forgets "tp"
+        return replace(found, owner=arguments[-2].rank("dp") == 0)  # forgets "tp"
 
     put(parameters, "_record", record)
 
