@@ -92,8 +92,12 @@ class ForkedRank(RankProcess):
         os.set_blocking(self.status, False)
         self.signs_of_end = (self.status,)
         try:
-            self._server = _fork_server()
-            self._server.fork([link.fileno(), out, err, status])
+            try:
+                self._server = _fork_server()
+                self._server.fork([link.fileno(), out, err, status])
+            except ProcessLookupError:  # it was ended a moment ago; a new one takes its place
+                self._server = _fork_server()
+                self._server.fork([link.fileno(), out, err, status])
         except BaseException:
             os.close(self.status)
             raise
