@@ -202,6 +202,12 @@ def test_a_finished_run_that_is_started_again_trains_no_more(folder):
     codes, directory = train(folder, "again", 1)
     assert codes == [0]
     assert exact(directory) == before
+    assert len(read_lines(directory / "evaluation.jsonl")) == 1
+
+
+def test_the_last_step_is_evaluated_once(folder):
+    _, directory = train(folder, "last", 1, "--run.eval_every=10")
+    assert [line["step"] for line in read_lines(directory / "evaluation.jsonl")] == [10, 20]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -5,6 +5,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -54,23 +55,30 @@ class Trainer:
         Returns 0 after the last step, STOPPED after a signal; both leave a checkpoint. Raises
         TrainingDiverged after `training.max_skipped` non-finite steps in a row.
         """
-        steps = self.config.training.steps
         if self.mesh.is_first:
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "config.toml").write_text(to_toml(self.config.sections()))
         self._open_logs()
-        batches = prefetch(self._batches(), depth=2)
         with self._stop:
-            while self.state.optimizer_step < steps and not self._stop_agreed():
+            if self._finished:
+                self._progress.say("this run is finished; raise training.steps to go on")
+            else:
+                self._train()
+        self._close_logs()
+        return 0 if self._finished else STOPPED
+
+    @property
+    def _finished(self) -> bool:
+        return self.state.optimizer_step >= self.config.training.steps
+
+    def _train(self) -> None:
+        with closing(prefetch(self._batches(), depth=2)) as batches:
+            while not self._finished and not self._stop_agreed():
                 self._train_one_step(next(batches))
-            batches.close()
-            finished = self.state.optimizer_step >= steps
-            if finished:
-                self.evaluate()
-                self._write_sample()
-            self.save()
-        self._close_logs(finished)
-        return 0 if finished else STOPPED
+        if self._finished:
+            self.evaluate()
+            self._write_sample()
+        self.save()
 
     def _train_one_step(self, micro_batches) -> None:
         run, training, state = self.config.run, self.config.training, self.state
@@ -85,10 +93,11 @@ class Trainer:
             self._report_skip(result)
         if _due(state.data_step, run.log_every):
             self._log(result, lr)
-        if _due(state.data_step, run.eval_every):
-            self.evaluate()
-        if _due(state.data_step, run.checkpoint_every):
-            self.save()
+        if not self._finished:  # else both follow at once
+            if _due(state.data_step, run.eval_every):
+                self.evaluate()
+            if _due(state.data_step, run.checkpoint_every):
+                self.save()
 
     def _batches(self) -> Iterator[list]:
         """This rank's micro-batches of each global batch, from the next data step on."""
@@ -236,8 +245,8 @@ class Trainer:
         if done:
             self._progress.say(f"resumed after {done} steps from {self.directory / 'checkpoints'}")
 
-    def _close_logs(self, finished: bool) -> None:
-        if not finished:
+    def _close_logs(self) -> None:
+        if not self._finished:
             self._progress.say(f"stopped after {self.state.data_step} steps; saved, run it again")
         self._progress.close()
         for log in (self._metrics, self._evaluations):
