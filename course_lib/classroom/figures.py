@@ -140,12 +140,15 @@ def show(fig: "Figure", alt: str, finding: str) -> None:
     print(textwrap.fill(f"Figure: {finding.strip()}", 100))
 
 
-def stacked_shares(ax: "Axes", rows: Mapping[str, Mapping[str, float]], *, label_from=0.06) -> None:
+def stacked_shares(
+    ax: "Axes", rows: Mapping[str, Mapping[str, float]], *, label_from=0.06, legend: bool = True
+) -> None:
     """Draw one horizontal bar a row, cut into its parts' shares of 100 %.
 
     Arguments:
         rows: `{"GPT-2": {"embedding": 39e6, "attention": 28e6, …}, …}`; any unit, parts are kinds.
         label_from: parts smaller than this share get no number.
+        legend: name the parts; one of several axes is enough.
     """
     drawn = set()
     for row, parts in rows.items():
@@ -172,10 +175,12 @@ def stacked_shares(ax: "Axes", rows: Mapping[str, Mapping[str, float]], *, label
                 )
             drawn.add(kind)
             left += share
-    ax.invert_yaxis()  # the first row on top, as it is read
+    if not ax.yaxis_inverted():  # the first row on top, as it is read; axes may share theirs
+        ax.invert_yaxis()
     ax.grid(False, axis="y")
     ax.set(xlim=(0, 100), xlabel="share (%)")
-    ax.figure.legend(loc="outside lower center", ncols=min(len(drawn), 5), fontsize=9)
+    if legend:
+        ax.figure.legend(loc="outside lower center", ncols=min(len(drawn), 5), fontsize=9)
 
 
 def loss_curves(ax: "Axes", curves: Mapping[str, Sequence[float]], *, marks: int = 8) -> None:
