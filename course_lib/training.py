@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 IGNORE = -100  # label of a position that has no target
 
@@ -80,9 +81,31 @@ def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     where there is no target.
     """
     wide = logits.double() if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(
-        wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
+    return _CrossEntropySum.apply(wide.flatten(0, 1), labels.flatten())
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    """Cross-entropy that keeps only the logits for backward: softmax - target is its gradient.
+
+    PyTorch's keeps the log-probabilities too, and makes a gradient of them before that of the
+    logits. Tensors of the vocabulary's width are the largest of a step; this has half as many.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, labels):  # (tokens, vocab), (tokens,)
+        ctx.save_for_backward(logits, labels)
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):  # ()
+        logits, labels = ctx.saved_tensors
+        valid = labels != IGNORE
+        scale = (upstream * valid).to(logits.dtype)  # (tokens,)
+        gradient = logits.softmax(-1).mul_(scale[:, None])
+        rows = torch.arange(len(labels), device=labels.device)
+        gradient[rows, labels * valid] -= scale
+        return gradient, None
 
 
 def accumulate(

@@ -319,6 +319,25 @@ def _recomputed(forward):
 # ------------------------------------------------------------------------------------ labels
 
 
+def assert_loss_and_its_gradient_are_exact(ignored: str = "some"):
+    """The sum of PyTorch's token losses, and its gradient, for logits with large entries too."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 7, 11, generator=generator, dtype=torch.float64) * 20
+    labels = torch.randint(11, (3, 7), generator=generator)
+    drawn = {"none": 0.0, "some": 0.4, "all": 1.1}[ignored]
+    labels = labels.masked_fill(torch.rand(3, 7, generator=generator) < drawn, IGNORE)
+    found, wanted = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    loss = training.loss_sum(found, labels)
+    tokens = [(row, label) for row, label in zip(wanted.flatten(0, 1), labels.flatten())]
+    terms = [row.logsumexp(-1) - row[label] for row, label in tokens if label != IGNORE]
+    expected = torch.stack(terms).sum() if terms else wanted.sum() * 0
+    (loss * 0.3).backward()
+    (expected * 0.3).backward()
+    assert_close(loss, expected, 1e-12, "loss")
+    assert_close(found.grad, wanted.grad, 1e-12, "gradient of the logits")
+    assert (found.grad[labels == IGNORE] == 0).all(), "an ignored label has a gradient"
+
+
 def assert_loss_scores_the_next_token():
     """Logits that are sure of the next token cost nothing; of the one after it, a lot."""
     tokens = torch.arange(12)[None] % 7

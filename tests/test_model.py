@@ -46,6 +46,11 @@ def test_loss_scores_the_next_token_not_the_one_after():
     proof.assert_loss_scores_the_next_token()
 
 
+@pytest.mark.parametrize("ignored", ["none", "some", "all"])
+def test_loss_and_its_gradient_equal_their_definition(ignored):
+    proof.assert_loss_and_its_gradient_are_exact(ignored)
+
+
 @each_family
 def test_model_has_no_buffers_and_no_state_besides_its_parameters(config):
     model = build(config)

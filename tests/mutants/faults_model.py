@@ -262,6 +262,27 @@ def labels_shifted_twice(put: Put) -> None:
     put(training, "loss_sum", lambda logits, labels: right(logits[:, :-1], labels[:, 1:]))
 
 
+def change_loss_backward(put: Put, change: Callable) -> None:
+    right = training._CrossEntropySum.backward
+
+    def backward(ctx, upstream):
+        gradient, _ = right(ctx, upstream)
+        return change(gradient, upstream, *ctx.saved_tensors), None
+
+    put(training._CrossEntropySum, "backward", staticmethod(backward))
+
+
+def ignored_labels_have_a_gradient(put: Put) -> None:
+    def change(gradient, upstream, logits, labels):
+        return torch.where((labels == -100)[:, None], logits.softmax(-1) * upstream, gradient)
+
+    change_loss_backward(put, change)
+
+
+def scale_of_the_loss_forgotten(put: Put) -> None:
+    change_loss_backward(put, lambda gradient, upstream, *_: gradient / upstream)
+
+
 # ---------------------------------------------------------------------------------- the table
 
 gpt = partial(proof.assert_equals_transformers, GPT)
@@ -317,4 +338,7 @@ FAULTS = [
     Fault(head_always_tied, partial(proof.assert_tied, LLAMA)),
     Fault(labels_shifted_twice, proof.assert_loss_scores_the_next_token, "ACC-10"),
     Fault(labels_shifted_twice, gpt, "ACC-10"),
+    Fault(ignored_labels_have_a_gradient, proof.assert_loss_and_its_gradient_are_exact),
+    Fault(scale_of_the_loss_forgotten, proof.assert_loss_and_its_gradient_are_exact),
+    Fault(scale_of_the_loss_forgotten, gpt),
 ]  # fmt: skip
