@@ -5,6 +5,7 @@ import errno
 import hashlib
 import importlib
 import os
+import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 
 from course_lib import checkpoint
@@ -177,8 +179,8 @@ def load_and_save(folder, manner: str, step: int):
 
 def latest_on_a_slow_disk(folder):
     """What `latest` says where rank 1's file system does not show the newest one yet."""
-    seen = checkpoint.complete(folder)[: 2 - dist.get_rank()]
-    faults = {"checkpoint.manifest:complete": lambda *_: seen}
+    seen = dict.fromkeys(checkpoint.complete(folder)[: 2 - dist.get_rank()])
+    faults = {"checkpoint.manifest:_faults": lambda *_: seen}
     return with_fault(faults, checkpoint.latest, folder, mesh_over_tp())
 
 
@@ -217,48 +219,71 @@ def train(folder, first: int, last: int, save_at: int | None = None, resume: boo
     return losses, digest.hexdigest()
 
 
-class Killer:
-    """Ends this process with SIGKILL at the n-th thing that a save does to the disk."""
+class AtEachPoint:
+    """Does something with the number of each point at which a save changes the disk."""
 
     EVENTS = ("open", "os.mkdir", "os.rename", "os.rmdir", "os.remove", "shutil.rmtree")
 
-    def __init__(self, folder, at: int):
-        self.folder, self.left, self.active = str(folder), at, True
+    def __init__(self, folder, act):
+        self.folder, self.act, self.points, self.active = str(folder), act, 0, True
         sys.addaudithook(self.audit)
 
     def audit(self, event: str, arguments) -> None:
-        if (
-            self.active
-            and event in self.EVENTS
-            and (self.folder in str(arguments[0]) or event in ("os.rmdir", "os.remove"))
+        if event in self.EVENTS and (
+            self.folder in str(arguments[0]) or event in ("os.rmdir", "os.remove")
         ):
-            self.count()
+            self.point()
 
-    def count(self) -> None:
-        self.left -= 1
-        if self.left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def point(self) -> None:
+        if self.active:
+            self.active = False  # what is done here is no point of its own
+            self.act(self.points)
+            self.points, self.active = self.points + 1, True
+
+    def write_half(self, tensors, path, **keywords) -> None:
+        """In place of safetensors' `save_file`: the middle of a file is a point, too."""
+        save_file(tensors, path, **keywords)
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+        self.point()
+        path.write_bytes(content)
 
 
-def save_and_die(folder, manner: str, victim: int, at: int) -> int:
-    """Save step 2; one rank is killed at some point. Returns the points left, if it lived."""
+def save_step_2(folder, manner: str, act) -> int:
+    """Save step 2 in place of step 1, and act at each point of it; returns the number of points."""
     mesh = mesh_over_tp()
     records, optimizer = toy(mesh, manner)
     take_steps(records, optimizer, 5)
-    if dist.get_rank() != victim:
+    watch = AtEachPoint(folder, act)
+    with mock.patch.object(files, "save_file", watch.write_half):
         checkpoint.save(folder, 2, records, optimizer, mesh, {"data_step": 2}, keep=1)
-        return 0
-    killer, blocks = Killer(folder, at), files._blocks
+    watch.active = False
+    return watch.points
 
-    def counted(tensors):
-        for block in blocks(tensors):
-            killer.count()
-            yield block
 
-    with mock.patch.object(files, "_blocks", counted):
-        checkpoint.save(folder, 2, records, optimizer, mesh, {"data_step": 2}, keep=1)
-    killer.active = False
-    return killer.left
+def save_and_copy(folder, manner: str, copies: Path) -> int:
+    """At each point of a save, copy what a kill there would leave."""
+
+    def copy_file(source, target):
+        with contextlib.suppress(FileNotFoundError):  # the other rank has just renamed it
+            shutil.copyfile(source, target)
+
+    def copy(point: int) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        target = copies / f"rank_{rank}_point_{point:03d}"
+        shutil.copytree(folder, target, copy_function=copy_file)
+
+    return save_step_2(folder, manner, copy)
+
+
+def save_and_die(folder, manner: str, victim: int, at: int) -> None:
+    """Kill one rank at one point of a save."""
+
+    def die(point: int) -> None:
+        if (dist.get_rank(), point) == (victim, at):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    save_step_2(folder, manner, die)
 
 
 def with_fault(faults: dict, function, *arguments):
@@ -274,12 +299,12 @@ def with_fault(faults: dict, function, *arguments):
         return function(*arguments)
 
 
-def write_half_on_rank_1(path, tensors):
+def write_half_on_rank_1(tensors, path, **keywords):
     """What a full disk does, on one of two ranks."""
     if dist.get_rank() == 1:
         path.write_bytes(b"only a part")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-    return files.write_tensors(path, tensors)
+    save_file(tensors, path, **keywords)
 
 
 def save_on_full_disk(folder, faults):
@@ -289,16 +314,17 @@ def save_on_full_disk(folder, faults):
     return words, sorted(child.name for child in Path(folder).iterdir())
 
 
-def save_with_disagreement(folder, what: str):
-    mesh = mesh_over_tp()
-    records, optimizer = toy(mesh, "rows")
-    take_steps(records, optimizer, 1 + (what == "steps") * mesh.rank("tp"))
-    if what == "holes":  # the second rank's rows are held by nobody
-        records = [replace(r, boxes=r.boxes if mesh.is_first else ()) for r in records]
-    if what == "owners":  # both write the same whole parameters
-        records = [replace(r, owner=True) for r in toy(mesh, "whole")[0]]
-    state = {"data_step": mesh.rank("tp") if what == "state" else 0}
-    return error_of(checkpoint.save, folder, 1, records, optimizer, mesh, state)
+def save_with_disagreements(folder, whats):
+    mesh, words = mesh_over_tp(), {}
+    for what in whats:
+        records, optimizer = toy(mesh, "rows")
+        if what == "holes":  # the second rank's rows are held by nobody
+            records = [replace(r, boxes=r.boxes if mesh.is_first else ()) for r in records]
+        if what == "owners":  # both write the same whole parameters
+            records = [replace(r, owner=True) for r in toy(mesh, "whole")[0]]
+        state = {"data_step": mesh.rank("tp") if what == "state" else 0}
+        words[what] = error_of(checkpoint.save, folder, 1, records, optimizer, mesh, state)
+    return words
 
 
 def load_words(folder, manner="rows"):

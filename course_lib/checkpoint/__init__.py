@@ -10,28 +10,16 @@ read, which cannot run code.
     path = save("run/checkpoints", step, records, optimizer, mesh, {"data_step": 20}, keep=2)
     state = load(latest("run/checkpoints", mesh), records, optimizer, mesh)
 
-Read `manifest` (what is on disk), `saving`, `loading`, in this order; `boxes` and `files` are
+Read `manifest` (what is on disk), `saving`, `loading`, in this order; `files` and `errors` are
 their tools. `hugging_face` reads and writes the weights of transformers' GPT-2 and Llama.
 """
 
 from course_lib.checkpoint.errors import CheckpointError
 from course_lib.checkpoint.loading import load
-from course_lib.checkpoint.manifest import (
-    Manifest,
-    complete,
-    latest,
-    read_manifest,
-    require_same,
-)
+from course_lib.checkpoint.manifest import Manifest, complete, latest, read_manifest, require_same
 from course_lib.checkpoint.saving import save
 
 __all__ = [
-    "CheckpointError",
-    "Manifest",
-    "complete",
-    "latest",
-    "load",
-    "read_manifest",
-    "require_same",
+    "CheckpointError", "Manifest", "complete", "latest", "load", "read_manifest", "require_same",
     "save",
-]
+]  # fmt: skip

@@ -1,15 +1,14 @@
 """The manifest: what a checkpoint holds, where each piece lies, and how to know that it is whole.
 
+On disk::
+
     checkpoints/
         step_20/                       complete: a directory of this name appears by one rename
             manifest.json
-            weights_00000.safetensors      the boxes that rank 0 owns, by global name
-            optimizer_00000.safetensors    the optimizer's moments, of the same boxes
-            weights_00001.safetensors      …
-        .saving_step_30_5f2c8e1a/      a save that is running, or was killed: never read
-
-The manifest lists every tensor by its name in the plain model with its global shape, and for each
-box its place in the global tensor and in a file. So it does not matter which ranks wrote it.
+            weights_00000_000.safetensors      the boxes that rank 0 owns, by global name
+            optimizer_00000_000.safetensors    what the optimizer keeps of them
+            weights_00001_000.safetensors      … of rank 1
+        .partial_step_30_5f2c8e1a/     a save that is running, or was killed: never read
 """
 
 import hashlib
@@ -21,45 +20,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from course_lib.checkpoint.boxes import Rectangle, tiling_fault
 from course_lib.checkpoint.errors import CheckpointError, first_decides
 from course_lib.checkpoint.files import file_fault
+from course_lib.checkpoint.pieces import Piece
 from course_lib.mesh import Mesh
 
 MANIFEST = "manifest.json"
-FORMAT = "one-gpu-to-many checkpoint"
-VERSION = 1
-WEIGHT = "weight"  # the kind of a parameter's own values; other kinds are the optimizer's
-STEP = re.compile(r"step_(\d+)")
+FORMAT = "one-gpu-to-many checkpoint, version 1"
 REPLACED = ".replaced_"  # prefix of a checkpoint that one of the same step is about to replace
-PICKLES = {".pt", ".pth", ".bin", ".pkl", ".ckpt"}
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A box of a tensor: its place in the global tensor, and in which file it is."""
-
-    file: str
-    key: str  # in the file
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-
-    @property
-    def box(self) -> Rectangle:
-        """Its place in the global tensor."""
-        return self.offset, self.size
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A whole tensor in the checkpoint: a parameter, or one of the optimizer's moments of it."""
-
-    name: str  # of the parameter, in the plain model
-    kind: str  # "weight", or the optimizer's word: "exp_avg", "exp_avg_sq", …
-    dtype: str
-    shape: tuple[int, ...]
-    tied: tuple[str, ...]  # other names of the same parameter
-    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
@@ -69,112 +37,48 @@ class Manifest:
     step: int
     mesh: dict[str, int]  # sizes of the axes that wrote it, for the reader's information
     optimizer: str | None  # class of the optimizer; None: weights only
-    tensors: tuple[StoredTensor, ...]
-    scalars: dict[str, dict[str, dict]]  # name -> e.g. {"step": {"value": 20.0, "dtype": …}}
+    pieces: tuple[Piece, ...]
     files: dict[str, dict]  # name -> {"bytes": …, "sha256": …}
     state: dict[str, Any]  # of the run: steps, loss scaler, fingerprints, configuration
 
     def to_json(self) -> str:
         """The manifest's text, with a hash of its own content."""
         content = asdict(self)
-        outer = {"format": FORMAT, "version": VERSION, "sha256": _hash(content)}
-        return json.dumps({**outer, "content": content})
-
-    def kinds(self) -> set[str]:
-        """What is stored of parameters besides their values."""
-        return {tensor.kind for tensor in self.tensors} - {WEIGHT}
+        return json.dumps({"format": FORMAT, "sha256": _hash(content), "content": content})
 
 
 def _hash(content: Any) -> str:
-    # Through JSON and back, so that it is the same for tuples and for the lists read back.
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-# -------------------------------------------------------------------------------- reading one
-
-
 def read_manifest(path: str | Path) -> Manifest:
-    """The manifest of one checkpoint directory (`…/checkpoints/step_20`).
+    """The manifest of one checkpoint directory (`…/checkpoints/step_20`); reads JSON only.
 
-    Reads JSON only. Raises CheckpointError where it is not there, damaged, of a newer format, or
-    something else than a checkpoint of this course.
+    Raises CheckpointError where it is not there, damaged, of another version, or not of this
+    course.
     """
     path = Path(path)
     if not (path / MANIFEST).is_file():
-        raise CheckpointError(_not_a_checkpoint(path))
+        inside = complete(path)
+        hint = f"; did you mean {inside[-1]}?" if inside else ""
+        never = "pickled files are never opened here"
+        raise CheckpointError(f"{path} is no checkpoint, {MANIFEST} is missing; {never}{hint}")
     try:
         outer = json.loads((path / MANIFEST).read_bytes())
-    except (OSError, ValueError) as error:
-        raise damaged(path, MANIFEST, f"cannot be read: {error}") from error
-    if not isinstance(outer, dict) or outer.get("format") != FORMAT:
-        found = outer.get("format") if isinstance(outer, dict) else None
-        raise CheckpointError(
-            f"{path / MANIFEST} is not of this course: its format is {found!r}, not {FORMAT!r}"
-        )
-    if outer.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path} has checkpoint format version {outer.get('version')!r}; this library reads "
-            f"version {VERSION}: use the library that wrote it"
-        )
-    if _hash(outer.get("content")) != outer.get("sha256"):
-        raise damaged(path, MANIFEST, "is altered: its content does not match its own sha256")
-    try:
-        return _from_content(outer["content"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise damaged(path, MANIFEST, f"is altered: {error!r}") from error
+        if outer["format"] != FORMAT:
+            raise unusable(path, f"{MANIFEST} is of format {outer['format']!r}, not {FORMAT!r}")
+        content = outer["content"]
+        if _hash(content) != outer["sha256"]:
+            raise unusable(path, f"{MANIFEST} is altered: its sha256 is not that of its content")
+        return Manifest(**{**content, "pieces": tuple(Piece(**p) for p in content["pieces"])})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise unusable(path, f"{MANIFEST} cannot be read: {error!r}") from error
 
 
-def _from_content(content: dict) -> Manifest:
-    for name in content["files"]:
-        if Path(name).name != name:  # "../x" must not lead out of the checkpoint
-            raise ValueError(f"file name {name!r}")
-    tensors = []
-    for entry in content["tensors"]:
-        pieces = [
-            Piece(p["file"], p["key"], tuple(p["offset"]), tuple(p["size"]))
-            for p in entry["pieces"]
-        ]
-        if unknown := {piece.file for piece in pieces} - content["files"].keys():
-            raise ValueError(f"unlisted files {sorted(unknown)}")
-        shapes = {"shape": tuple(entry["shape"]), "tied": tuple(entry["tied"])}
-        tensors.append(StoredTensor(**{**entry, **shapes, "pieces": tuple(pieces)}))
-    return Manifest(**{**content, "tensors": tuple(tensors)})
-
-
-def holes(tensors: tuple[StoredTensor, ...]) -> list[str]:
-    """Tensors whose boxes do not hold every element exactly once, each with what is wrong."""
-    faults = []
-    for tensor in tensors:
-        fault = tiling_fault(tensor.shape, [piece.box for piece in tensor.pieces])
-        if fault:
-            faults.append(f"{tensor.kind} of {tensor.name} {list(tensor.shape)}: {fault}")
-    return faults
-
-
-def damaged(path: Path, file: str, fault: str) -> CheckpointError:
-    """The error for a checkpoint that is not whole; it names the other ones that are."""
-    return CheckpointError(f"checkpoint {path} is damaged: {file} {fault} ({_beside(path)})")
-
-
-def _not_a_checkpoint(path: Path) -> str:
-    never = "pickled files are never opened here, since they can run code"
-    if path.is_file():
-        what = f"; {never}" if path.suffix in PICKLES else ""
-        return f"{path} is a file: a checkpoint is a directory step_N with {MANIFEST}{what}"
-    if not path.is_dir():
-        return f"there is no checkpoint {path} ({_beside(path)})"
-    message = f"{path} holds no {MANIFEST}: it is not a checkpoint of this course"
-    names = sorted(child.name for child in path.iterdir())
-    if inside := complete(path):
-        return f"{message}; did you mean {inside[-1]}?"
-    if foreign := [n for n in names if Path(n).suffix in PICKLES or n == ".metadata"]:
-        return f"{message}; {foreign[0]} looks like a pickle: {never}"
-    return f"{message}; it holds {', '.join(names[:5]) or 'nothing'} ({_beside(path)})"
-
-
-def _beside(path: Path) -> str:
-    others = [other.name for other in complete(path.parent) if other != path]
-    return f"complete ones beside it: {', '.join(others)}" if others else "none other is there"
+def unusable(path: Path, fault: str) -> CheckpointError:
+    """The error for a damaged or foreign checkpoint."""
+    advice = "move it away to use the newest complete one"
+    return CheckpointError(f"checkpoint {path} cannot be loaded: {fault}; {advice}")
 
 
 # -------------------------------------------------------------------------------- finding them
@@ -185,45 +89,49 @@ def latest(directory: str | Path, mesh: Mesh | None = None) -> Path | None:
 
     The first rank looks and decides, the others get its answer: collective where a mesh is given.
     A checkpoint with a missing or truncated file is passed over, with a warning, for an older one.
-    What a killed save left behind is never taken.
     Raises CheckpointError where there are only damaged ones: a run must not start again unasked.
     """
-    passed_over: dict[Path, str] = {}
+    mesh = mesh or Mesh.single()
 
-    def newest() -> Path | None:
+    def look() -> tuple[Path | None, str]:
         recover(Path(directory))
-        found = complete(directory, passed_over)
-        if passed_over and not found:
-            faults = "; ".join(f"{path.name}: {fault}" for path, fault in passed_over.items())
+        faults = _faults(directory)
+        whole = [path for path, fault in faults.items() if fault is None]
+        words = "; ".join(filter(None, faults.values()))
+        if faults and not whole:
             raise CheckpointError(
-                f"{directory} holds only damaged checkpoints ({faults}); restore one, or move "
+                f"{directory} holds only damaged checkpoints ({words}); restore one, or move "
                 "them away to start again"
             )
-        return found[-1] if found else None
+        return (whole[-1] if whole else None), words
 
-    path = first_decides(mesh or Mesh.single(), newest)
-    for damaged_path, fault in passed_over.items():
-        warnings.warn(f"checkpoint {damaged_path} is passed over: {fault}", stacklevel=2)
-    return path
+    newest, damaged = first_decides(mesh, look)
+    if damaged and mesh.is_first:
+        warnings.warn(f"damaged checkpoints are passed over: {damaged}", stacklevel=2)
+    return newest
 
 
-def complete(directory: str | Path, passed_over: dict[Path, str] | None = None) -> list[Path]:
-    """All complete checkpoints in a directory, the newest last; sizes are checked, not hashes.
+def complete(directory: str | Path) -> list[Path]:
+    """All complete checkpoints in a directory, the newest last; sizes are checked, not hashes."""
+    return [path for path, fault in _faults(directory).items() if fault is None]
 
-    passed_over: is filled with those that are not, and why.
-    """
-    directory, found = Path(directory), []
-    if not directory.is_dir():
-        return []
-    for path in directory.iterdir():
-        if not (STEP.fullmatch(path.name) and path.is_dir()):
-            continue
-        fault = _incomplete(path)
-        if fault is None:
-            found.append(path)
-        elif passed_over is not None:
-            passed_over[path] = fault
-    return sorted(found, key=step_of)
+
+def _faults(directory: str | Path) -> dict[Path, str | None]:
+    """What is missing or truncated in each checkpoint of a directory; the newest last."""
+    found = [p for p in Path(directory).glob("step_*") if re.fullmatch(r"step_\d+", p.name)]
+    ordered = sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    return {path: _incomplete(path) for path in ordered}
+
+
+def _incomplete(path: Path) -> str | None:
+    try:
+        files = read_manifest(path).files
+    except CheckpointError as error:
+        return str(error)
+    for name, expected in files.items():
+        if fault := file_fault(path / name, expected, read=False):
+            return f"{path.name}: {name} {fault}"
+    return None
 
 
 def recover(directory: Path) -> None:
@@ -232,26 +140,6 @@ def recover(directory: Path) -> None:
         target = directory / path.name.removeprefix(REPLACED).rpartition("_")[0]
         if not target.exists() and _incomplete(path) is None:
             path.rename(target)
-
-
-def step_of(path: Path) -> int:
-    """The step in a checkpoint's name."""
-    return int(STEP.fullmatch(path.name).group(1))
-
-
-def _incomplete(path: Path) -> str | None:
-    try:
-        outer = json.loads((path / MANIFEST).read_bytes())
-        if outer["format"] != FORMAT:
-            return f"its format is {outer['format']!r}"
-        for name, expected in outer["content"]["files"].items():
-            if fault := file_fault(path / name, expected, read=False):
-                return f"{name} {fault}"
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read: {type(error).__name__}: {error}"
-    return None
 
 
 # -------------------------------------------------------------------------------- comparing
@@ -269,26 +157,21 @@ def require_same(
     where = "the checkpoint"
     if not isinstance(stored, Mapping):
         where, stored = f"checkpoint {stored}", read_manifest(stored).state
-    old = _flat(json.loads(json.dumps({key: stored[key] for key in current if key in stored})))
-    new = _flat(json.loads(json.dumps(current)))
+    old, new = _flat({key: stored[key] for key in current if key in stored}), _flat(current)
     different = [
-        f"{key} is {_shown(old, key)} there and {_shown(new, key)} here"
-        for key in sorted({*old, *new})
-        if key not in ignore and (key not in old or key not in new or old[key] != new[key])
+        f"{key} is {old.get(key, 'absent')} there and {new.get(key, 'absent')} here"
+        for key in sorted({*old, *new} - {*ignore})
+        if old.get(key) != new.get(key)
     ]
     if different:
         raise CheckpointError(f"{where} is of another run: {'; '.join(different)}")
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one, with dotted keys."""
-    if not isinstance(value, dict) or not value:
-        return {prefix: value}
+def _flat(value: Any, prefix: str = "") -> dict[str, str]:
+    """Nested dictionaries as one, from dotted keys to JSON."""
+    if not isinstance(value, Mapping) or not value:
+        return {prefix: json.dumps(value)}
     flat = {}
     for key, inner in value.items():
-        flat.update(_flat(inner, f"{prefix}.{key}" if prefix else str(key)))
+        flat |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
     return flat
-
-
-def _shown(flat: dict[str, Any], key: str) -> str:
-    return json.dumps(flat[key]) if key in flat else "absent"
