@@ -397,7 +397,7 @@ def test_a_hang_ends_at_the_limit_with_every_stack(capsys):
     assert "# two wait here" in report
     assert "rank 2 is still running\n" in report
     assert "# busy elsewhere" in report
-    assert "rank 3 has finished: the function returned, and never joined" in report
+    assert "rank 3 has finished: its function returned; it skipped this call, or" in report
     assert "_rank_process" not in report
     assert "[rank 3] started 3" in capsys.readouterr().out
 
@@ -472,6 +472,9 @@ def test_what_a_rank_started_ends_with_it(tmp_path):
         ((3, 2), {}, TypeError, "needs a function, got int"),
         ((lambda x: x, 2), {}, TypeError, "missing a required argument: 'x'"),
         ((lambda: 0, 2), {"timeout": 3}, TypeError, "unexpected keyword argument 'timeout'"),
+        ((lambda: 0, 2), {"timeout": 3}, TypeError, "write timeout_s instead of timeout"),
+        ((lambda: 0, 2), {"thread": 3}, TypeError, "write threads instead of thread"),
+        ((lambda: 0, 2), {"step": 3}, TypeError, "argument 'step'$"),
         ((print, 2), {"timeout_s": 0}, ValueError, "timeout_s is 0"),
         ((print, 2), {"timeout_s": float("inf")}, ValueError, "timeout_s is inf"),
         ((print, 2), {"threads": 0}, ValueError, "threads is 0"),
@@ -656,6 +659,50 @@ def test_many_ranks_are_named_shortly():
     assert _rank_report.name_ranks([0, 1, 3]) == "ranks 0, 1 and 3"
     assert _rank_report.name_ranks(list(range(64))) == "ranks 0 to 63"
     assert _rank_report.name_ranks(list(range(0, 40, 2))) == "20 ranks (0, 2, 4, 6, ...)"
+
+
+@pytest.mark.parametrize(
+    "messages, same",
+    [
+        (["index 3 is out of bounds for dimension 0 with size 2"] * 4, True),
+        (["bad size 12 at layer 1"] * 4, True),
+        (["1", "1"], True),  # sys.exit(1)
+        (["rank 0 is missing"] * 3, True),
+        ([f"[Rank {rank}] no data" for rank in range(3)], True),
+        ([f"rank={rank}: 1 shard of 4" for rank in range(3)], True),
+        ([f"layer {rank} is bad" for rank in range(2)], False),
+        ([f"ranks need {rank}" for rank in range(2)], False),
+    ],
+)
+def test_messages_are_the_same_but_for_a_ranks_own_number(messages, same):
+    failures = {
+        rank: _rank_report.Failure("ValueError", message, "", 0.0, False)
+        for rank, message in enumerate(messages)
+    }
+    for first in failures:
+        report = _rank_report.failure_report(first, failures, len(messages))
+        assert ("ranks raised the same error." in report) is same
+        assert ("also raised" in report) is not same
+
+
+def test_a_finished_rank_is_not_said_to_have_skipped_what_it_may_have_called():
+    waits, runs = _rank_report.Stack("", "all_reduce"), _rank_report.Stack("", None)
+    for stack, finished, words in (
+        (
+            waits,
+            [0],
+            "rank 0 has finished: its function returned; it skipped this call, or made "
+            "it with another shape",
+        ),
+        (
+            waits,
+            [0, 2],
+            "ranks 0 and 2 have finished: their functions returned; they skipped "
+            "this call, or made it with another shape",
+        ),
+        (runs, [0], "rank 0 has finished: its function returned"),
+    ):
+        assert _rank_report.hang_report({1: stack}, finished, 1.0).endswith("\n" + words)
 
 
 def test_native_stacks_are_cut_from_messages():

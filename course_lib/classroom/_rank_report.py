@@ -152,11 +152,7 @@ def describe_stack(frame: FrameType) -> Stack:
 def failure_report(first: int, failures: Mapping[int, Failure], world_size: int) -> str:
     """Tell the first cause in full and the other exceptions in a line each."""
     cause = failures[first]
-    same = [
-        rank
-        for rank, failure in failures.items()
-        if _without_own_number(rank, failure) == _without_own_number(first, cause)
-    ]
+    same = [rank for rank, failure in failures.items() if _same_error(rank, failure, first, cause)]
     lines = [f"rank {first} raised {_headline(cause)}"]
     if "\n" in cause.text:  # else the launcher raised it, and the headline is all
         lines += ["", cause.text]
@@ -198,7 +194,7 @@ def hang_report(stacks: Mapping[int, Stack | None], finished: Iterable[int], lim
         limit_s: the time limit in seconds.
 
     Returns:
-        Ranks with equal stacks together, then who never joined.
+        Ranks with equal stacks together, then who has finished.
     """
     finished = sorted(finished)
     total = len(stacks) + len(finished)
@@ -207,10 +203,8 @@ def hang_report(stacks: Mapping[int, Stack | None], finished: Iterable[int], lim
         lines += ["", f"{name_ranks(ranks)} {_activity(stack, plural=len(ranks) > 1)}"]
         lines += [stack.text] if stack and stack.text else []
     if finished:
-        verb = "have" if len(finished) > 1 else "has"
-        lines += ["", f"{name_ranks(finished)} {verb} finished: the function returned"]
-        if any(stack and stack.waits_in for stack in stacks.values()):
-            lines[-1] += ", and never joined what the others wait for"
+        others_wait = any(stack and stack.waits_in for stack in stacks.values())
+        lines += ["", _finished_line(finished, others_wait)]
     return "\n".join(lines)
 
 
@@ -230,9 +224,27 @@ def _headline(failure: Failure) -> str:
     return f"{failure.type_name}: {first_line}" if first_line else failure.type_name
 
 
-def _without_own_number(rank: int, failure: Failure) -> tuple[str, str]:
-    # "rank 3: no data" and "rank 0: no data" are one error.
-    return failure.type_name, re.sub(rf"\b{rank}\b", "#", failure.message)
+def _same_error(rank: int, one: Failure, other_rank: int, other: Failure) -> bool:
+    if one.type_name != other.type_name:
+        return False
+    return one.message == other.message or (
+        _without_own_number(rank, one.message) == _without_own_number(other_rank, other.message)
+    )
+
+
+def _without_own_number(rank: int, message: str) -> str:
+    # "rank 3: no data" and "rank 0: no data" are one error. Other numbers mean something else.
+    return re.sub(rf"\b(rank[ :=]*){rank}\b", r"\1#", message, flags=re.IGNORECASE)
+
+
+def _finished_line(finished: list[int], others_wait: bool) -> str:
+    many = len(finished) > 1
+    words = (
+        "have finished: their functions returned" if many else "has finished: its function returned"
+    )
+    if others_wait:  # a rank whose tensor had another shape did make the call, and came back
+        words += f"; {'they' if many else 'it'} skipped this call, or made it with another shape"
+    return f"{name_ranks(finished)} {words}"
 
 
 def _activity(stack: Stack | None, plural: bool) -> str:

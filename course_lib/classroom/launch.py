@@ -12,6 +12,7 @@ This module checks a call, packs it and gives the answer. `_rank_start` makes an
 """
 
 import contextlib
+import difflib
 import inspect
 import linecache
 import math
@@ -133,8 +134,22 @@ def _check_call(
             signature.bind(*args, **kwargs)
         except TypeError as error:
             name = getattr(fn, "__name__", type(fn).__name__)
-            raise TypeError(f"run_ranks would call {name}{signature}: {error}") from None
+            raise TypeError(
+                f"run_ranks would call {name}{signature}: {error}{_misspelt(kwargs, signature)}"
+            ) from None
     return counts[0]
+
+
+def _misspelt(kwargs: dict, signature: inspect.Signature) -> str:
+    """Name the options of run_ranks that look like arguments the function does not have."""
+    options = ("timeout_s", "backend", "threads")
+    found = {
+        name: difflib.get_close_matches(name, options, n=1)
+        for name in kwargs
+        if name not in signature.parameters
+    }
+    told = [f"{close[0]} instead of {name}" for name, close in found.items() if close]
+    return f". If you meant the option of run_ranks, write {', '.join(told)}" if told else ""
 
 
 def _choose_backend(backend: str, world_size: int) -> tuple[str, bool]:
