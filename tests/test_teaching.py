@@ -215,9 +215,11 @@ def test_notebooks_that_write_at_once_lose_nothing(file):
     assert sorted(path.name for path in file.parent.iterdir()) == ["progress.json", "progress.lock"]
 
 
-@pytest.mark.parametrize(
-    "content", [b'{"exer', b"\xff\xfe", b"[]", b'{"format": 9}', b'{"format": 1, "exercises": 3}']
-)
+OURS_DAMAGED = [b'{"exer', b'{\n "exercises": {"a/1', b'{"format": 1, "exercises": 3}']
+FOREIGN = [b"\xff\xfe", b"[]", b"root:x:0", b'{"a": 1}', b'{"format": 9}', b"[" * 100_000]
+
+
+@pytest.mark.parametrize("content", OURS_DAMAGED)
 def test_damaged_file_is_set_aside(content, file, capsys):
     for number in (1, 2):
         file.parent.mkdir(exist_ok=True)
@@ -227,6 +229,64 @@ def test_damaged_file_is_set_aside(content, file, capsys):
         assert aside.read_bytes() == content
         assert f"kept as {aside.name}" in capsys.readouterr().out
         assert list(json.loads(file.read_text())["exercises"]) == ["a/1"]
+
+
+@pytest.mark.parametrize("content", FOREIGN)
+def test_what_is_not_plainly_ours_is_left_alone_even_at_our_place(content, file, capsys):
+    file.parent.mkdir()
+    file.write_bytes(content)
+    journal.note_exercise("a/1", passed=True)
+    newer = content == b'{"format": 9}'
+    words = "written by a newer version" if newer else "is not a progress file of this course"
+    assert words in capsys.readouterr().out
+    assert journal.read()["exercises"] == {}
+    assert file.read_bytes() == content
+    assert not list(file.parent.glob("*damaged*"))
+
+
+@pytest.mark.parametrize("content", OURS_DAMAGED + FOREIGN)
+def test_a_path_of_the_caller_is_never_moved_nor_written(content, tmp_path, capsys):
+    path = tmp_path / "system"
+    path.write_bytes(content)
+    progress(path)
+    assert "it was left as it is" in capsys.readouterr().out
+    assert journal.read(path)["exercises"] == {}
+    assert not journal.update(lambda record: None, path)
+    assert path.read_bytes() == content
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["system", "system.lock"]
+    progress(tmp_path)
+    assert "is not a file" in capsys.readouterr().out
+
+
+def test_an_empty_file_of_ours_is_simply_filled(file):
+    file.parent.mkdir()
+    file.write_bytes(b"\0" * 99)
+    journal.note_exercise("a/1", passed=True)
+    assert journal.read()["exercises"]["a/1"]["passed"]
+
+
+def test_bad_entries_are_absent_and_good_ones_are_kept(file, capsys):
+    good = {"attempts": 2, "passed": True, "hints": 1, "solution": False}
+    first = {"guess": 3, "right": True, "error": 0.0}
+    bad = [3, None, [], "x", {}, {"passed": True}, {**good, "hints": "1"}, {**good, "passed": None}]
+    bad_guesses = [3, {}, {"first": 3, "last": first}, {"first": {"guess": 3}, "last": first}]
+    record = {
+        "format": 1,
+        "exercises": {"b/1": good} | {f"start-here/{n}": entry for n, entry in enumerate(bad)},
+        "predictions": {"y": {"first": first, "last": first}} | dict(enumerate(bad_guesses)),
+    }
+    file.parent.mkdir()
+    file.write_text(json.dumps(record))
+    assert journal.read()["exercises"] == {"b/1": good}
+    progress(draw=False)
+    assert "Predictions: 1 of 1 right" in capsys.readouterr().out
+    for n in range(len(bad)):
+        journal.note_exercise(f"start-here/{n}", passed=False)
+    journal.note_prediction("0", 5)
+    assert len(journal.read()["exercises"]) == len(bad) + 1
+    assert journal.read()["predictions"].keys() == {"0", "y"}
+    file.write_text(json.dumps({"format": 1, "exercises": {"b/1": good}, "predictions": 3}))
+    assert journal.read()["exercises"] == {"b/1": good}
 
 
 def test_full_disk_neither_stops_the_lesson_nor_loses_the_file(file, capsys, monkeypatch):

@@ -2,13 +2,15 @@
 
 The file never leaves the machine. It holds, for each exercise, how often it was tried, whether it
 passed and which help was used, and for each prediction the first guess and how good it was. Two
-notebooks may write at once (a lock file orders them), a write is all or nothing (a rename), and a
-file that cannot be read is set aside under another name, never overwritten.
+notebooks may write at once (a lock file orders them), a write is all or nothing (a rename). The
+learner's own file, once damaged, is set aside under another name; no other file is ever moved, and
+none that cannot be read is overwritten.
 """
 
 import contextlib
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +26,10 @@ VARIABLE = "ONE_GPU_TO_MANY_PROGRESS"
 _chosen: Path | None = None
 
 
+class _Unusable(OSError):
+    """There is a file, but no record can be read from it, and it must stay as it is."""
+
+
 def progress(path: str | Path | None = None, draw: bool = True) -> None:
     """Print and draw chapters × exercises, and how good the predictions were.
 
@@ -34,7 +40,11 @@ def progress(path: str | Path | None = None, draw: bool = True) -> None:
     from . import checks
     from .syllabus import load
 
-    record = read(path)
+    try:
+        record = _load(path)
+    except OSError as problem:
+        print(f"No progress to show: {_reason(problem, path)}.")
+        return
     rows = []
     for chapter in load().chapters:
         names = [exercise.name for exercise in checks.exercises_of(chapter.topic)]
@@ -64,23 +74,109 @@ def location(path: str | Path | None = None) -> Path:
 def read(path: str | Path | None = None) -> dict:
     """Return the record `{"format", "exercises", "predictions"}`; empty if there is no file yet.
 
-    A damaged file is renamed (progress.damaged-1.json) and the learner is told.
+    Never raises: where a file cannot be read, the learner is told. The learner's own file, if
+    damaged, is renamed (progress.damaged-1.json); a file given as `path` is left as it is.
     """
-    path = location(path)
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(record, dict) or record.get("format") != FORMAT:
-            raise ValueError(f"not a progress file of format {FORMAT}")
-        if not all(isinstance(record.get(key), dict) for key in ("exercises", "predictions")):
-            raise ValueError("exercises or predictions are missing")
-        return record
+        return _load(path)
+    except OSError as problem:
+        print(f"This session starts without your earlier progress: {_reason(problem, path)}.")
+        return _empty()
+
+
+def _load(path: str | Path | None) -> dict:
+    """Return the record. Raises OSError for a file that cannot be read and stays as it is."""
+    file = location(path)
+    if file.exists() and not file.is_file():
+        raise _Unusable(f"{file} is not a file")
+    try:
+        content = file.read_bytes()
     except FileNotFoundError:
-        pass
-    except OSError as error:
-        print(f"Your progress file cannot be read ({error.strerror}); this session starts empty.")
-    except ValueError as error:  # also what json and utf-8 raise
-        _set_aside(path, error)
+        return _empty()
+    if not content.strip(b"\0 \t\r\n"):  # what a crash may leave: it holds nothing to lose
+        return _empty()
+    try:
+        return _parsed(content, file)
+    except (ValueError, RecursionError) as error:  # also what json and utf-8 raise
+        if not _looks_ours(content):
+            raise _Unusable(
+                f"{file} is not a progress file of this course ({error}); it was left as it is. "
+                "Move it away, or choose another folder with keep_progress_in"
+            ) from None
+        if path is not None:
+            raise _Unusable(
+                f"{file} is a damaged progress file ({error}); it was left as it is, because "
+                "only the course's own file is set aside. Give another file, or repair this one"
+            ) from None
+        _set_aside(file, error)
+        return _empty()
+
+
+def _empty() -> dict:
     return {"format": FORMAT, "exercises": {}, "predictions": {}}
+
+
+def _parsed(content: bytes, file: Path) -> dict:
+    record = json.loads(content.decode("utf-8"))
+    if not isinstance(record, dict):
+        raise ValueError("it holds no record")
+    version = record.get("format")
+    if isinstance(version, int) and version > FORMAT:
+        raise _Unusable(
+            f"{file} was written by a newer version of the course (format {version}; this version "
+            f"knows {FORMAT}); it was left as it is. Update the course, then try again"
+        )
+    if version != FORMAT:
+        raise ValueError(f"its format is {version!r}, not {FORMAT}")
+    if not any(isinstance(record.get(key), dict) for key in ("exercises", "predictions")):
+        raise ValueError("exercises and predictions are missing")
+    return {
+        **record,
+        "exercises": _good_ones(record.get("exercises"), _is_exercise),
+        "predictions": _good_ones(record.get("predictions"), _is_prediction),
+    }
+
+
+def _looks_ours(content: bytes) -> bool:
+    """Say whether damaged content starts as we write it, perhaps cut short, or has our keys."""
+    text = content.decode("utf-8", errors="replace").lstrip()
+    if re.match(r'\{\s*"(exercises|format|predictions)"\s*:', text):
+        return re.search(r'"(exercises|predictions)', text) is not None
+    begun = re.fullmatch(r'\{\s*("exe\w*"?)\s*', text)  # we write the exercises first
+    return begun is not None and '"exercises"'.startswith(begun[1])
+
+
+def _good_ones(entries: object, is_good: Callable[[object], bool]) -> dict:
+    if not isinstance(entries, dict):
+        return {}
+    return {name: entry for name, entry in entries.items() if is_good(entry)}
+
+
+def _is_exercise(entry: object) -> bool:
+    return (
+        isinstance(entry, dict)
+        and all(type(entry.get(key)) is int for key in ("attempts", "hints"))
+        and all(type(entry.get(key)) is bool for key in ("passed", "solution"))
+    )
+
+
+def _is_prediction(entry: object) -> bool:
+    return isinstance(entry, dict) and all(_is_guess(entry.get(key)) for key in ("first", "last"))
+
+
+def _is_guess(guess: object) -> bool:
+    return (
+        isinstance(guess, dict)
+        and guess.keys() >= {"guess", "right", "error"}
+        and (guess["right"] is None or type(guess["right"]) is bool)
+        and (guess["error"] is None or type(guess["error"]) in (int, float))
+    )
+
+
+def _reason(problem: OSError, path: str | Path | None) -> str:
+    if isinstance(problem, _Unusable):
+        return str(problem)
+    return f"{location(path)} cannot be read ({problem.strerror or problem})"
 
 
 def update(change: Callable[[dict], None], path: str | Path | None = None) -> bool:
@@ -89,11 +185,11 @@ def update(change: Callable[[dict], None], path: str | Path | None = None) -> bo
     The file is read, changed and replaced under a lock, so that no entry of another notebook is
     lost. A disk that is full or read-only never stops a lesson: the learner is told, no more.
     """
-    path = location(path)
+    given, path = path, location(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
-            record = read(path)
+            record = _load(given)
             change(record)
             _replace(path, json.dumps(record, indent=1, sort_keys=True))
     except OSError as error:
@@ -224,7 +320,9 @@ def _set_aside(path: Path, reason: Exception) -> None:
     try:
         path.rename(aside)
     except OSError as error:
-        raise OSError(f"the damaged progress file could not be set aside ({error})") from error
+        raise _Unusable(
+            f"{path} is damaged and could not be set aside ({error.strerror or error})"
+        ) from error
     print(
         f"Your progress file was damaged ({reason}). It is kept as {aside.name}; a new one "
         "starts now."
