@@ -2,7 +2,7 @@
 
 Each module owns the dataclass of its section: fields annotated with their type and, in words,
 their meaning and unit; `faults()` for values; `presets()` for named starting points. This module
-only reads them, so it knows none of their keys.
+only reads them, so it knows none of their keys, and stands below all others.
 """
 
 import difflib
@@ -90,6 +90,17 @@ def _build_section(name: str, kind: type, table: Any) -> tuple[Any, list[str]]:
     return section, [f"[{name}] {fault}" for fault in found]
 
 
+def type_faults(section: Any) -> list[str]:
+    """Fields of a section whose value is not of the annotated type, or not among its choices.
+
+    For sections that are built in Python, where nothing else looks at types.
+    """
+    values = {field.name: getattr(section, field.name) for field in fields(section)}
+    hints = typing.get_type_hints(type(section))
+    found = {name: _fit(value, hints[name])[1] for name, value in values.items()}
+    return [f"{name} {values[name]!r} {fault}" for name, fault in found.items() if fault]
+
+
 def _nearest(name: str, known) -> str:
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(known))}"
@@ -101,13 +112,14 @@ def _fit(value: Any, hint: Any) -> tuple[Any, str | None]:
     if origin is typing.Literal:
         if value in options and not isinstance(value, bool):
             return value, None
-        close = difflib.get_close_matches(str(value), map(str, options), n=1)
+        close = difflib.get_close_matches(str(value).lower(), map(str, options), n=1)
         advice = f"; did you mean {close[0]}?" if close else ""
         return value, f"must be one of {', '.join(map(str, options))}{advice}"
     if origin in (types.UnionType, typing.Union):
         if value is None or value == "none":
             return None, None
-        return _fit(value, next(option for option in options if option is not type(None)))
+        value, fault = _fit(value, next(option for option in options if option is not type(None)))
+        return value, fault and fault.replace(", not ", " or none, not ")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value), None
     if isinstance(value, hint) and not (hint is not bool and isinstance(value, bool)):

@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from course_lib.config import type_faults
+
 IGNORE = -100  # label of a position that has no target
 
 
@@ -53,6 +55,8 @@ class TrainingConfig:
 
     def faults(self) -> list[str]:
         """Everything that is wrong with these values, each with what is allowed."""
+        if wrong_types := type_faults(self):
+            return wrong_types
         found = [
             f"{name} {getattr(self, name)} must be at least {least}"
             for name, least in (

@@ -184,6 +184,8 @@ def test_sampling_follows_the_probabilities():
         (10, 8, {}, r"10 \+ 8 tokens exceed the context of 17"),
         (3, -1, {}, "new_tokens -1"),
         (3, 2, {"temperature": -0.5}, "temperature -0.5"),
+        (3, 2, {"temperature": float("nan")}, "temperature nan"),
+        (3, 2, {"temperature": 1e-46}, "temperature 1e-46"),
         (3, 2, {"top_k": 0}, "top_k 0"),
     ],
 )
@@ -219,7 +221,9 @@ def test_generation_of_nothing_returns_the_prompt_and_of_everything_fills_the_co
         ([[-1, 3]], {}, "token ids from -1 to 3 are out of range"),
         ([[1, 3]], {"positions": torch.tensor([[0, 17]])}, "positions from 0 to 17 .* 0 to 16"),
         ([[1] * 18], {}, "18 tokens exceed the context of 17"),
-        ([1, 2], {}, r"tokens of shape \(2,\) must be \(batch, sequence\)"),
+        ([1, 2], {}, r"tokens of shape \(2,\) and torch.int64 must be \(batch, sequence\)"),
+        ([[]], {}, r"tokens of shape \(1, 0\)"),
+        ([[1.0]], {}, "torch.float32 must be"),
     ],
 )
 def test_forward_names_what_is_out_of_range(tokens, more, message):
@@ -381,3 +385,26 @@ def test_initial_weights_stay_the_same_from_version_to_version():
     for name, wanted in pinned.items():
         data = model.get_parameter(name).detach().numpy().tobytes()
         assert hashlib.sha256(data).hexdigest()[:16] == wanted, f"{name} starts otherwise"
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({"mlp": "SwiGLU"}, "did you mean swiglu"),
+        ({"norm": "RMSNorm"}, "did you mean rmsnorm"),
+        ({"positions": "alibi"}, "must be one of learned, rope"),
+        ({"heads": "4"}, "heads '4' must be a whole number"),
+        ({"width": 64.0}, "width 64.0 must be a whole number"),
+        ({"bias": "no"}, "bias 'no' must be true or false"),
+    ],
+)
+def test_a_shape_of_the_wrong_type_or_an_unknown_choice_is_refused(given, expected):
+    with pytest.raises(ValueError, match=expected):
+        Transformer(ModelConfig(**given))
+
+
+def test_samples_must_be_one_for_each_sequence():
+    model = build(ModelConfig(dropout=0.1)).train()
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"samples of shape \(1,\) must be \(2,\)"):
+        model(tokens, samples=torch.zeros(1, dtype=torch.int64), step=0)

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from course_lib.config import type_faults
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -44,6 +46,8 @@ class ModelConfig:
 
     def faults(self) -> list[str]:
         """Everything that is wrong with this shape, each with what is allowed."""
+        if wrong_types := type_faults(self):
+            return wrong_types
         sizes = ("layers", "width", "heads", "kv_heads", "vocab", "context", "mlp_width")
         found = [
             f"{name} {getattr(self, name)} must be at least 1"

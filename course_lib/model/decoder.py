@@ -81,17 +81,18 @@ class Transformer(nn.Module):
         cache: a `KVCache` to read and extend.
         Returns (batch, sequence, vocab) in the weights' dtype (or autocast's).
         Raises ValueError for a sequence longer than the context, dropout without samples/step,
-        documents with a cache, and on the CPU for token ids or positions out of range.
+        documents with a cache, and on the CPU for token ids out of range.
         """
-        if tokens.dim() != 2:
-            raise ValueError(f"tokens of shape {tuple(tokens.shape)} must be (batch, sequence)")
+        if tokens.dim() != 2 or tokens.numel() == 0 or tokens.dtype != torch.int64:
+            given = f"tokens of shape {tuple(tokens.shape)} and {tokens.dtype}"
+            raise ValueError(f"{given} must be (batch, sequence), at least 1 x 1, and torch.int64")
         if documents is not None and cache is not None:
             raise ValueError("documents and a KV cache cannot be combined; use one of them")
         past = 0 if cache is None else cache.length
         index = self._index(tokens, past)
         if positions is None:
             positions = index.expand_as(tokens)
-        noise = self._noise(samples, step, index)
+        noise = self._noise(samples, step, index, len(tokens))
         mask = _attention_mask(tokens, documents, past)
         x = _look_up(self.embedding, tokens, self.config.vocab, "token ids")
         rotation = None  # x is (batch, sequence, width) from here on
@@ -114,11 +115,13 @@ class Transformer(nn.Module):
             raise ValueError(f"{last} tokens exceed the context of {self.config.context}")
         return torch.arange(first, last, device=tokens.device)
 
-    def _noise(self, samples, step, index):
+    def _noise(self, samples, step, index, batch: int):
         if not self.training or self.config.dropout == 0:
             return None
         if samples is None or step is None:
             raise ValueError("dropout in training needs `samples` and `step` (or call eval())")
+        if samples.shape != (batch,):
+            raise ValueError(f"samples of shape {tuple(samples.shape)} must be ({batch},)")
         return Noise(self.config.dropout, self.seed, step, samples, index)
 
 

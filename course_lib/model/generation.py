@@ -14,7 +14,9 @@ class KVCache:
     """
 
     def __init__(self, config: ModelConfig, batch: int, room: int, device=None, dtype=None):
-        """room: tokens there is space for, at most the context."""
+        """room: tokens there is space for, at most the context. Raises ValueError if it is more."""
+        if room > config.context:
+            raise ValueError(f"room for {room} tokens exceeds the context of {config.context}")
         shape = (batch, config.key_value_heads, room, config.head_width)
         self.length, self.room = 0, room
         self.layers = [
@@ -58,11 +60,15 @@ def generate(
     Returns (batch, prompt + new_tokens) int64. The model is left in the mode in which it came.
     Raises ValueError for sizes that do not fit.
     """
-    if tokens.shape[1] == 0:
-        raise ValueError("generation starts from at least one token")
-    if new_tokens < 0 or not temperature >= 0 or (top_k is not None and top_k < 1):
-        given = f"new_tokens {new_tokens}, temperature {temperature}, top_k {top_k}"
-        raise ValueError(f"{given}: allowed are at least 0, at least 0, and at least 1 or None")
+    if tokens.dim() != 2 or tokens.shape[1] == 0:
+        given = tuple(tokens.shape)
+        raise ValueError(f"a prompt is (batch, prompt), with at least one token; got {given}")
+    if new_tokens < 0:
+        raise ValueError(f"new_tokens {new_tokens} must be at least 0")
+    if temperature != 0 and not 1e-30 < temperature < float("inf"):
+        raise ValueError(f"temperature {temperature} must be 0 (greedy), or positive and finite")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k {top_k} must be at least 1, or None")
     room = tokens.shape[1] + new_tokens
     if room > model.config.context:
         raise ValueError(

@@ -40,7 +40,7 @@ def _kept(noise, key):
 
 
 def dropout_in_evaluation(put: Put) -> None:
-    def noise(self, samples, step, index):
+    def noise(self, samples, step, index, batch):
         rate = self.config.dropout
         return Noise(rate, 0, 0, torch.arange(3), index) if rate else None
 
