@@ -1,6 +1,7 @@
 """show, predict, expect_failure, the progress file and the figures."""
 
 import json
+import linecache
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -59,8 +60,24 @@ def test_show_leaves_out_docstring_and_cuts_what_is_long(capsys):
 
 
 def test_show_refuses_what_has_no_source():
-    with pytest.raises(TypeError, match="give a function, a class or a module"):
+    with pytest.raises(TypeError, match="give a function, a class or a module") as error:
         show(3)
+    assert error.value.__suppress_context__
+    with pytest.raises(TypeError) as error:
+        show(list(range(10_000)))
+    assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize("name", ["/tmp/ipykernel_31/2307561919.py", "<ipython-input-4-ab12cd>"])
+def test_show_names_no_file_of_a_cell(name, capsys):
+    source = "def mine():\n    return 1\n"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    space = {}
+    exec(compile(source, name, "exec"), space)
+    show(space["mine"], lines=1)
+    assert capsys.readouterr().out == (
+        "# your notebook\ndef mine():\n# … 1 more lines in your notebook\n"
+    )
 
 
 # predict
@@ -93,6 +110,16 @@ def test_no_prediction_goes_on_and_hides_nothing_it_should_not(capsys, file):
         (0, 0, True, "Right."),
         (1234567, 1234567, True, "1,234,567"),
         (float("inf"), 3, False, "Not quite."),
+        ([10], 10, True, "Right."),
+        ((10,), 10, True, "Right."),
+        (10, [10.0], True, "Right."),
+        ([[10], 20], [10, 20], True, "Right."),
+        ({"a": [1]}, {"a": 1}, True, "Right."),
+        ([1, 2], 3, False, "You predicted [1 %, 2 %]. Measured: 3 %."),
+        ({"a": 1}, 3, False, "You predicted {a: 1 %}. Measured: 3 %."),
+        (0.316, 31.6, False, "is 100 × yours. Yours is 1/100 of the measured value: percent"),
+        ([0.1, 0.2], [10, 20], False, "Your wrong ones are 1/100 of the measured value"),
+        ({"a": 500, "b": 7}, {"a": 5, "b": 7}, False, "Yours is 100 × the measured value"),
     ],
 )
 def test_guess_is_judged_in_words(guess, measured, right, says, capsys):
@@ -100,8 +127,26 @@ def test_guess_is_judged_in_words(guess, measured, right, says, capsys):
     assert says in capsys.readouterr().out
 
 
+def test_percent_is_not_suspected_where_only_some_numbers_fit(capsys):
+    predict("topic/x", [0.1, 7]).compare([10, 20])
+    predict("topic/x", ["up", 7]).compare(["down", 700])
+    assert "percent" not in capsys.readouterr().out
+
+
+def test_text_where_numbers_are_expected_is_told_so(capsys):
+    for guess in ("31.6%", ["31.6%", 2], {"a": "31.6"}):
+        assert not predict("topic/x", guess, unit="%")
+        assert "give a number without a unit" in capsys.readouterr().out
+    for guess, measured in (("31.6%", 31.6), (["10%", 2], [10, 2]), ({"a": "3 MB"}, {"a": 3})):
+        assert predict("topic/x", guess).compare(measured) is False
+        assert "give a number without a unit" in capsys.readouterr().out
+    assert predict("topic/x", "2 ranks").compare("2 ranks")
+
+
 def test_measured_tensor_counts_as_its_number(capsys):
     torch = pytest.importorskip("torch")
+    assert predict("topic/x", [1, 2]).compare(torch.tensor([1.0, 2.0]))
+    assert predict("topic/x", 3).compare(torch.tensor([3.0]))
     assert predict("topic/x", 3).compare(torch.tensor(3.0))
     assert "measured: 3." in capsys.readouterr().out
 
@@ -141,6 +186,47 @@ def test_function_that_is_not_written_or_crashes_is_no_prediction(capsys):
     assert "return 1 / 0" in said
     with pytest.raises(TypeError, match="needs at="):
         predict("topic/f", stub)
+
+
+def _takes_two(a, b):
+    return a + b
+
+
+def _divides(n):
+    return 1 / 0
+
+
+def _torch_says(n):
+    import torch
+
+    return torch.ones(2, device="meta").item()  # its error may be a NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "function, says",
+    [
+        (_divides, "raised ZeroDivisionError: division by zero\n  in _divides, line"),
+        (_torch_says, "\n  in _torch_says, line"),
+        (print, "Your function gave back nothing: use `return`"),
+        (lambda n: None if n > 2 else n, "use `return`"),
+        (_takes_two, "_takes_two(a, b), but it is called with 1 argument: missing"),
+        (lambda: 3, "called with 1 argument: too many positional arguments"),
+    ],
+)
+def test_what_is_wrong_with_a_function_is_said_and_no_placeholder_named(function, says, capsys):
+    assert not predict("topic/f", function, at=[2, 4])
+    said = capsys.readouterr().out
+    assert says in said
+    assert "No prediction yet" not in said
+    assert said.endswith("run this cell again.\n")
+
+
+def test_functions_that_are_still_a_placeholder_say_which(capsys):
+    predict("topic/f", lambda n: ..., at=[2])
+    assert "replace the ..." in capsys.readouterr().out
+    pairs = predict("topic/f", lambda n: (n, n), at=[2])
+    assert not pairs.compare([(3, 2)])
+    assert "Right at 0 of 1 sizes. At 2" in capsys.readouterr().out
 
 
 def test_first_measured_guess_counts():

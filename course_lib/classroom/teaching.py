@@ -10,18 +10,20 @@ import ast
 import inspect
 import math
 import re
+import reprlib
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from . import journal
-from .learner import learners_line
+from .learner import AGAIN, ask, ask_learner, no_prediction
 from .syllabus import repository_root
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # A cell's file, as the kernel names it: its number or hash is another one each time.
 _CELL = re.compile(r"Cell In\[\d+\]|<ipython-input-\d+-\w+>|(?<!\w)\d{5,}\.py\b")
+_BEGINS_AS_NUMBER = re.compile(r"\s*[-+≈~]?\s*\.?\d")
 _FOLDERS = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?(?:[/\\][\w.+@ -]+)+[/\\](?=[\w.<>-]+\.py\b)")
 
 
@@ -37,21 +39,18 @@ def show(thing: Any, *, docstring: bool = True, lines: int = 80) -> None:
     try:
         source = textwrap.dedent(inspect.getsource(thing)).rstrip()
         file = Path(inspect.getsourcefile(thing))
-    except (TypeError, OSError) as error:
+    except (TypeError, OSError):
         raise TypeError(
-            f"show({thing!r}): there is no Python source for it; give a function, a class or a "
-            "module of course_lib"
-        ) from error
+            f"show({reprlib.repr(thing)}): there is no Python source for it; give a function, a "
+            "class or a module of course_lib"
+        ) from None
     if not docstring:
         source = _without_docstring(source)
-    if file.is_relative_to(repository_root()):
-        file = file.relative_to(repository_root())
-    else:
-        file = Path(file.name)
+    name = _readable_name(file)
     kept = source.splitlines()
     if len(kept) > lines:
-        kept = [*kept[:lines], f"# … {len(kept) - lines} more lines in {file.as_posix()}"]
-    _display_code(f"# {file.as_posix()}\n" + "\n".join(kept))
+        kept = [*kept[:lines], f"# … {len(kept) - lines} more lines in {name}"]
+    _display_code(f"# {name}\n" + "\n".join(kept))
 
 
 def predict(name: str, guess: Any = None, *, at: Sequence | None = None, unit: str = ""):
@@ -67,16 +66,13 @@ def predict(name: str, guess: Any = None, *, at: Sequence | None = None, unit: s
     if callable(guess):
         if at is None:
             raise TypeError(f"predict({name!r}, a function) needs at=[sizes to ask it at]")
-        guess = _ask(guess, at)
-    elif at is not None and not _made(guess):
-        guess = None
-    prediction = Prediction(name, guess if _made(guess) else None, at, unit)
+        guess, problem = ask_learner(guess, at)
+    else:
+        problem = _missing(guess, at, unit)
+    prediction = Prediction(name, None if problem else guess, at, unit)
     if prediction.made:
         journal.note_prediction(name, _plain(prediction.guess))
-        print("Prediction kept. Run on and compare.")
-    else:
-        placeholder = "the ..." if at is None else "`raise NotImplementedError`"
-        print(f"No prediction yet: replace {placeholder} with your own, then run this cell again.")
+    print(problem or "Prediction kept. Run on and compare.")
     return prediction
 
 
@@ -101,7 +97,7 @@ class Prediction:
             tolerance: the largest relative error of a number that counts as right.
         """
         if self.at is not None and callable(measured):
-            measured = _ask(measured, self.at, ours=True)
+            measured = ask(measured, self.at)
         if not self.made:
             # A function is asked at hidden sizes: its values stay hidden until one is written.
             print(
@@ -113,8 +109,8 @@ class Prediction:
         pairs = _pairs(self.guess, measured)
         if pairs is None:
             print(
-                f"You predicted {self._text(self.guess)}. Measured: {self._text(measured)}. "
-                "These are not of the same form."
+                f"You predicted {self._form(self.guess)}. Measured: {self._form(measured)}. "
+                f"These are not of the same form.{_unit_remark([(self.guess, 0)])}"
             )
             right, error = False, None
         else:
@@ -128,6 +124,8 @@ class Prediction:
 
     def _verdict(self, measured: Any, pairs: list, judged: list) -> str:
         good = sum(ok for ok, _ in judged)
+        wrong = [pair for pair, (ok, _) in zip(pairs, judged) if not ok]
+        remark = _percent_remark(wrong) + _unit_remark(wrong)
         if self.at is not None:
             if good == len(pairs):
                 return f"Right: your function agrees at all {len(pairs)} sizes."
@@ -135,20 +133,30 @@ class Prediction:
             return (
                 f"Right at {good} of {len(pairs)} sizes. At {self.at[first]} your function "
                 f"gives {self._text(pairs[first][0])}; measured: {self._text(pairs[first][1])}."
+                f"{remark}"
             )
         told = f"You predicted {self._text(self.guess)}; measured: {self._text(measured)}."
         if good == len(pairs):
             return f"Right. {told}"
         if len(pairs) > 1:
-            return f"{good} of {len(pairs)} right. {told}"
-        return f"Not quite. {told}{_how_far(*pairs[0])}"
+            return f"{good} of {len(pairs)} right. {told}{remark}"
+        return f"Not quite. {told}{_how_far(*pairs[0])}{remark}"
+
+    def _form(self, value: Any) -> str:
+        """Return the text of a value with its brackets."""
+        value = _number(value)
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key}: {self._form(it)}" for key, it in value.items()) + "}"
+        if isinstance(value, (list, tuple)):
+            return "[" + ", ".join(map(self._form, value)) + "]"
+        return self._text(value)
 
     def _text(self, value: Any) -> str:
+        value = _number(value)
         if isinstance(value, dict):
             return ", ".join(f"{key} {self._text(item)}" for key, item in value.items())
         if isinstance(value, (list, tuple)):
             return ", ".join(self._text(item) for item in value)
-        value = _number(value)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return str(value)
         number = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
@@ -211,17 +219,15 @@ def tidy(text: str) -> str:
     return re.sub(r"\b0x[0-9a-fA-F]{6,}\b", "0x…", _CELL.sub("your cell", text)).strip()
 
 
-def _ask(function: Callable, at: Sequence, ours: bool = False) -> list | None:
-    """Return a function's values at the given sizes; None if the learner has not written it."""
-    try:
-        return [function(*(size if isinstance(size, tuple) else (size,))) for size in at]
-    except NotImplementedError:
-        return None
-    except Exception as error:
-        if ours:
-            raise
-        print(f"Your function raised {type(error).__name__}: {error}\n{learners_line(error)}")
-        return None
+def _missing(guess: Any, at: Sequence | None, unit: str) -> str:
+    """Say why a guess is none; "" if it is one."""
+    if not _made(guess):
+        return no_prediction("the ..." if at is None else "`raise NotImplementedError`")
+    items = guess.values() if isinstance(guess, dict) else guess
+    for item in items if isinstance(guess, (list, tuple, dict)) else [guess]:
+        if unit and isinstance(item, str) and _BEGINS_AS_NUMBER.match(item):
+            return f"You predicted {item!r}: give a number without a unit or quotes, then {AGAIN}."
+    return ""
 
 
 def _made(guess: Any) -> bool:
@@ -232,16 +238,27 @@ def _made(guess: Any) -> bool:
 
 
 def _pairs(guess: Any, measured: Any) -> list[tuple[Any, Any]] | None:
-    """Pair up a guess with the measurement, item by item; None if their forms differ."""
+    """Pair up a guess with the measurement, item by item; None if their forms differ.
+
+    A list of one item counts as the item.
+    """
+    guess, measured = _number(guess), _number(measured)
+    if not _alike(guess, measured):
+        guess, measured = _single(guess), _single(measured)
     if isinstance(measured, dict):
         if not isinstance(guess, dict) or guess.keys() != measured.keys():
             return None
-        return [(guess[key], measured[key]) for key in measured]
+        return [(_single(guess[key]), _single(measured[key])) for key in measured]
     if isinstance(measured, (list, tuple)):
         if not isinstance(guess, (list, tuple)) or len(guess) != len(measured):
             return None
-        return list(zip(guess, measured))
+        return list(zip(map(_single, guess), map(_single, measured)))
     return None if isinstance(guess, (list, tuple, dict)) else [(guess, measured)]
+
+
+def _alike(one: Any, other: Any) -> bool:
+    lists = isinstance(one, (list, tuple)) and isinstance(other, (list, tuple))
+    return lists and len(one) == len(other)
 
 
 def _judge(guess: Any, true: Any, tolerance: float) -> tuple[bool, float | None]:
@@ -258,6 +275,34 @@ def _judge(guess: Any, true: Any, tolerance: float) -> tuple[bool, float | None]
         return guess_value == true_value, None
     error = abs(guess_value - true_value) / max(abs(true_value), 1e-12)
     return error <= tolerance, error
+
+
+def _percent_remark(wrong: list[tuple[Any, Any]]) -> str:
+    """Say so where each wrong number is 100 × or 1/100 of the measured one."""
+    for factor, words in ((100, "100 ×"), (0.01, "1/100 of")):
+        if wrong and all(_is_multiple(guess, true, factor) for guess, true in wrong):
+            whose = "Yours is" if len(wrong) == 1 else "Your wrong ones are"
+            return f" {whose} {words} the measured value: percent, or a fraction of 1?"
+    return ""
+
+
+def _is_multiple(guess: Any, true: Any, factor: float) -> bool:
+    if isinstance(guess, (str, bool)) or isinstance(true, (str, bool)):
+        return False
+    try:
+        guess_value, wanted = float(guess), float(true) * factor
+    except (TypeError, ValueError):
+        return False
+    return wanted != 0 and math.isclose(guess_value, wanted, rel_tol=1e-2)
+
+
+def _unit_remark(wrong: list[tuple[Any, Any]]) -> str:
+    """Say so where a text was given for a number."""
+    for guess, true in wrong:
+        true_is_number = not isinstance(true, (str, bool))
+        if isinstance(guess, str) and true_is_number and _BEGINS_AS_NUMBER.match(guess):
+            return f" {guess!r} is a text: give a number without a unit or quotes."
+    return ""
 
 
 def _how_far(guess: Any, true: Any) -> str:
@@ -288,8 +333,25 @@ def _plain(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Return the plain number inside a one-element tensor or array; anything else as it is."""
-    return value.item() if getattr(value, "shape", None) == () else value
+    """Return a tensor or array as a plain number or list; anything else as it is."""
+    return value.tolist() if hasattr(value, "shape") and hasattr(value, "tolist") else value
+
+
+def _single(value: Any) -> Any:
+    """Return the item of a list of one item; anything else as it is."""
+    value = _number(value)
+    while isinstance(value, (list, tuple)) and len(value) == 1:
+        value = _number(value[0])
+    return value
+
+
+def _readable_name(file: Path) -> str:
+    """Return a source file's name as it is on every machine."""
+    if _CELL.search(str(file)) or "ipykernel_" in str(file):
+        return "your notebook"
+    if file.is_relative_to(repository_root()):
+        return file.relative_to(repository_root()).as_posix()
+    return file.name
 
 
 def _without_docstring(source: str) -> str:
