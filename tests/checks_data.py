@@ -63,7 +63,7 @@ def check_foreign_ids_are_refused(folder: Path) -> None:
     write_shards(folder, [[1, 2, 3, 4, 99, 5]], vocab=100)
     message = _raises(DataError, lambda: TokenShards(folder, vocab=50))
     assert message, "an id beyond the vocabulary was accepted"
-    assert "tokens-00000.bin: id 99 at byte 8 is not below 50" in message
+    assert "tokens-00000.bin: id 99 at byte 8 is not below vocab 50" in message
 
 
 def check_every_token_is_a_target_once(dataset: TokenDataset) -> None:

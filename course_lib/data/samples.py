@@ -2,61 +2,47 @@
 
 Nothing is shuffled in memory and nothing is remembered. The n-th sample ever trained on,
 n = step · global_batch + index, lies in epoch n // samples at position n % samples. Each epoch
-has its own permutation, which is computed for one position at a time by a small Feistel
-network (Luby and Rackoff, 1988; cycle walking after Black and Rogaway, 2002), with integers
-only. So ranks, workers and resumed runs agree on the order without a word between them.
+has its own permutation, which is computed for one position at a time, with integers only. So
+ranks, workers and resumed runs agree on the order without a word between them.
 """
 
 import hashlib
-from functools import lru_cache
 from math import isqrt
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from course_lib.data.errors import DataError
+from course_lib.data import DataError
 from course_lib.data.shards import TokenShards
 
 NO_TARGET = -100  # the label of a position that has no target; the loss leaves it out
 Packing = Literal["stream", "pad"]
 
-_ROUNDS = 8
-_MASK = (1 << 64) - 1
-
 
 class Sample(NamedTuple):
-    """One window: tokens and labels, int64 (sequence,), and the number of real labels."""
+    """One window of tokens."""
 
-    tokens: np.ndarray
-    labels: np.ndarray
-    valid: int
+    tokens: np.ndarray  # (sequence,) int64
+    labels: np.ndarray  # (sequence,) int64, the token that follows, or NO_TARGET
+    valid: int  # number of labels that are not NO_TARGET
 
 
 class TokenDataset:
     """Windows of tokens, in another order each epoch.
 
-    Every token but the first is a target exactly once an epoch, whatever the packing:
-
-    - ``stream``: windows over the concatenated documents; only the last one is padded.
-    - ``pad``: a document, or a piece of one, a window; its last target is the token that opens
-      the next document. The rest of the window is padded, so label counts are uneven.
-
-    Args:
-        shards: the tokens.
-        sequence_length: tokens a window.
-        packing: "stream" or "pad".
-        seed: of the order of samples.
-    Raises:
-        DataError: too few tokens for a window.
+    sequence_length: tokens a window.
+    packing: "stream", windows over all documents in a row, of which only the last is padded; or
+        "pad", a window for each document or piece of one, so that label counts are uneven.
+    Every token but the first is a target exactly once an epoch, whatever the packing; with "pad",
+    a document's last target is the token that opens the next one. Raises DataError for too few
+    tokens for a window.
     """
 
     def __init__(
         self, shards: TokenShards, sequence_length: int, packing: Packing = "stream", seed: int = 0
     ) -> None:
-        if sequence_length < 1:
-            raise ValueError(f"sequence_length is {sequence_length}; use 1 or more")
-        if packing not in ("stream", "pad"):
-            raise ValueError(f"packing is {packing!r}; use 'stream' or 'pad'")
+        if packing not in get_args(Packing):
+            raise ValueError(f"packing is {packing!r}; use one of {', '.join(get_args(Packing))}")
         needed = sequence_length + 1 if packing == "stream" else 2
         if len(shards) < needed:
             raise DataError(
@@ -65,46 +51,30 @@ class TokenDataset:
             )
         self.shards = shards
         self.sequence_length = sequence_length
-        self.packing = packing
         self.seed = seed
-        starts = shards.starts if packing == "pad" else np.zeros(1, np.int64)
+        self.text_bytes = shards.text_bytes  # in UTF-8, the unit of bits per byte
+        starts = shards.starts if packing == "pad" else [0]
         self._starts = np.asarray(starts, np.int64)  # (spans,) first token of each span
         self._ends = np.append(self._starts[1:], len(shards) - 1)  # (spans,) its last target
-        if (self._ends < self._starts).any():
-            raise DataError(f"{shards.directory}: the documents' bounds are not in order")
         counts = window_counts(self._ends - self._starts, sequence_length)
         self._windows = np.cumsum(counts)  # (spans,) windows up to the end of each span
 
     def __len__(self) -> int:
-        """Windows, which is samples an epoch."""
-        return int(self._windows[-1])
-
-    @property
-    def targets(self) -> int:
-        """Targets an epoch: all tokens but the first."""
-        return len(self.shards) - 1
-
-    @property
-    def text_bytes(self) -> int:
-        """UTF-8 bytes of the text behind the tokens, the unit of bits per byte."""
-        return self.shards.text_bytes
+        return int(self._windows[-1])  # samples an epoch
 
     def locate(self, step: int, index: int, global_batch: int) -> tuple[int, int]:
-        """The (epoch, window) of sample ``index`` of the global batch at a data step."""
+        """The (epoch, window) of sample `index` of the global batch at a data step."""
         if step < 0 or not 0 <= index < global_batch:
-            raise IndexError(
-                f"there is no sample {index} at step {step}: steps start at 0 and a global batch "
-                f"of {global_batch} has samples 0 to {global_batch - 1}"
-            )
+            raise IndexError(f"no sample {index} at step {step}: a global batch has {global_batch}")
         epoch, position = divmod(step * global_batch + index, len(self))
         return epoch, permuted(position, len(self), self.seed, epoch)
 
     def sample(self, step: int, index: int, global_batch: int) -> Sample:
-        """Sample ``index`` (0 … global_batch - 1) of the global batch at a data step."""
+        """Sample `index` (0 … global_batch - 1) of the global batch at a data step."""
         return self.window(self.locate(step, index, global_batch)[1])
 
     def window(self, number: int) -> Sample:
-        """Window ``number`` (0 … len - 1) in the order of the text."""
+        """Window `number` (0 … len - 1) in the order of the text."""
         if not 0 <= number < len(self):
             raise IndexError(f"window {number} is outside 0 to {len(self) - 1}")
         span = int(np.searchsorted(self._windows, number, side="right"))
@@ -127,29 +97,18 @@ def window_counts(targets: np.ndarray, sequence_length: int) -> np.ndarray:
 def permuted(position: int, count: int, seed: int, epoch: int) -> int:
     """Where a permutation of 0 … count - 1, chosen by (seed, epoch), takes a position.
 
-    A Feistel network permutes 0 … side² - 1, with side² just above ``count``; results that
-    are too large go through it again until one is not, which keeps it a permutation.
+    A Feistel network (Luby and Rackoff, 1988) permutes 0 … side² - 1, with side² just above
+    `count`. A result that is too large goes through it again until one is not, which keeps it a
+    permutation (Black and Rogaway, 2002).
     """
     side = isqrt(count - 1) + 1
-    value = position
-    while True:
-        left, right = divmod(value, side)
-        for key in round_keys(seed, epoch):
-            left, right = right, (left + _mix(right ^ key)) % side
-        value = left * side + right
-        if value < count:
-            return value
+    left, right = divmod(position, side)
+    for key in range(8):
+        left, right = right, (left + scrambled(right, key, seed, epoch)) % side
+    value = left * side + right
+    return value if value < count else permuted(value, count, seed, epoch)
 
 
-@lru_cache(maxsize=64)
-def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    """One 64-bit key a round of the network."""
-    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * _ROUNDS).digest()
-    return tuple(int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS))
-
-
-def _mix(x: int) -> int:
-    """Scramble 64 bits (the finaliser of SplitMix64)."""
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
+def scrambled(*numbers: int) -> int:
+    """A hash of whole numbers: 64 bits, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest())
