@@ -117,7 +117,7 @@ def test_no_prediction_goes_on_and_hides_nothing_it_should_not(capsys, file):
         ({"a": [1]}, {"a": 1}, True, "Right."),
         ([1, 2], 3, False, "You predicted [1 %, 2 %]. Measured: 3 %."),
         ({"a": 1}, 3, False, "You predicted {a: 1 %}. Measured: 3 %."),
-        (0.316, 31.6, False, "is 100 × yours. Yours is 1/100 of the measured value: percent"),
+        (0.316, 31.6, False, "31.6 %. Yours is 1/100 of the measured value: percent"),
         ([0.1, 0.2], [10, 20], False, "Your wrong ones are 1/100 of the measured value"),
         ({"a": 500, "b": 7}, {"a": 5, "b": 7}, False, "Yours is 100 × the measured value"),
     ],

@@ -89,7 +89,7 @@ def _wrong_parameters(function: Callable, at: Sequence) -> str:
             call = f"{len(given)} argument{'s' if len(given) != 1 else ''}"
             return (
                 f"Your function is {name}{signature}, but it is called with {call}: {error}. "
-                f"Give it {call}, then {AGAIN}."
+                f"Let it take {call}, then {AGAIN}."
             )
     return ""
 

@@ -140,7 +140,7 @@ class Prediction:
             return f"Right. {told}"
         if len(pairs) > 1:
             return f"{good} of {len(pairs)} right. {told}{remark}"
-        return f"Not quite. {told}{_how_far(*pairs[0])}{remark}"
+        return f"Not quite. {told}{remark or _how_far(*pairs[0])}"
 
     def _form(self, value: Any) -> str:
         """Return the text of a value with its brackets."""
