@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import torch
 import torch.distributed as dist
 
 from . import Cases, Wrong
@@ -62,6 +63,30 @@ def returns_the_list_of_all():
     return [number**2 for number in range(dist.get_world_size())]
 
 
+def xors():
+    return dist.get_rank() ^ 2
+
+
+def forgets_the_brackets():
+    return dist.get_rank
+
+
+def forgets_the_brackets_and_squares():
+    return dist.get_rank**2
+
+
+def adds_up_the_squares():
+    total = torch.tensor(dist.get_rank() ** 2)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def takes_the_largest():
+    largest = torch.tensor(dist.get_rank() ** 2)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
+
+
 CASES = {
     "start-here/1": Cases(
         stub,
@@ -79,7 +104,13 @@ CASES = {
             Wrong("returns a text", returns_text, "one int"),
             Wrong("expects its rank as argument", asks_for_its_rank, "asks for an argument"),
             Wrong("returns the list of all", returns_the_list_of_all, "Return one number"),
-            Wrong("gives a value, not a function", [0, 1, 4, 9], "the function itself"),
+            Wrong("gives a value, not a function", [0, 1, 4, 9], "the function itself, not a list"),
+            Wrong("gives a number", 9, "not an int"),
+            Wrong("writes ^ for the power", xors, "(XOR)"),
+            Wrong("forgets the brackets", forgets_the_brackets, "returned a function"),
+            Wrong("squares a function", forgets_the_brackets_and_squares, "Call it: `dist.get_ran"),
+            Wrong("all-reduces the squares", adds_up_the_squares, "after an all-reduce"),
+            Wrong("all-reduces the largest", takes_the_largest, "Nothing needs to be sent"),
         ),
     )
 }

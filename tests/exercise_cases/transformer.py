@@ -33,7 +33,16 @@ def count(config: ModelConfig, mistake: str = "") -> dict[str, int]:
     inner = 4 * w if mistake == "inner width ignored" else c.inner_width
     mlp = (ups + 1) * w * inner
     if mistake != "no biases in the mlp":
-        mlp += bias * (ups * inner + w)
+        both = {
+            "no bias of down": ups * inner,
+            "only the bias of down": w,
+            "gate without bias": inner + w,
+            "down's bias too wide": (ups + 1) * inner,
+            "all MLP biases of width": (ups + 1) * w,
+        }
+        mlp += bias * both.get(mistake, ups * inner + w)
+    if mistake == "8 × width²":
+        mlp = 8 * w * w + bias * (ups * inner + w)
     norm = 2 * w if c.norm == "layernorm" and c.bias else w
     norm = {"norm without bias": w, "norm always with bias": 2 * w}.get(mistake, norm)
     norms = {"no norms": 0, "no last norm": 2 * c.layers, "one norm a block": c.layers + 1}
@@ -61,6 +70,14 @@ def count(config: ModelConfig, mistake: str = "") -> dict[str, int]:
 
 def counting(mistake: str):
     return lambda config: count(config, mistake)
+
+
+def uses_real_mlp_width(config):
+    return count(config) | {"unused": config.width * config.mlp_width}
+
+
+def uses_kv_heads(config):
+    return count(config) | {"unused": config.kv_heads * config.head_width}
 
 
 def only_the_total(config):
@@ -96,6 +113,8 @@ def attend(layer, x, cache, mistake: str = ""):
         part(x).reshape(batch, new, -1, width).transpose(1, 2)
         for part in (layer.query, layer.key, layer.value)
     )
+    if mistake == "swapped when computed":
+        k, v = v, k
     if mistake != "queries not rotated":
         q = rotate(q, *turn)
     if mistake not in ("keys not rotated", "cache of unrotated keys", "rotated again and again"):
@@ -105,7 +124,11 @@ def attend(layer, x, cache, mistake: str = ""):
     groups = q.shape[1] // k.shape[1]
     if mistake == "cache at full width":
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    if cache and mistake != "only new keys":
+    if cache and mistake == "new before old":
+        k, v = torch.cat((k, cache["keys"]), 2), torch.cat((v, cache["values"]), 2)
+    elif cache and mistake == "new keys before old":
+        k, v = torch.cat((k, cache["keys"]), 2), torch.cat((cache["values"], v), 2)
+    elif cache and mistake != "only new keys":
         k, v = torch.cat((cache["keys"], k), 2), torch.cat((cache["values"], v), 2)
     kept = k, v
     if mistake == "only new keys" and cache:
@@ -115,7 +138,10 @@ def attend(layer, x, cache, mistake: str = ""):
     if mistake == "rotated again and again":
         kept = k, v
     if mistake != "cache not kept":
-        cache["keys"], cache["values"] = kept
+        names = ("k", "v") if mistake == "other names" else ("keys", "values")
+        cache.update(zip(names, reversed(kept) if mistake == "swapped when kept" else kept))
+    if mistake == "swapped when used":
+        k, v = v, k
     groups = q.shape[1] // k.shape[1]
     if mistake == "repeat":
         k, v = k.repeat(1, groups, 1, 1), v.repeat(1, groups, 1, 1)
@@ -123,13 +149,25 @@ def attend(layer, x, cache, mistake: str = ""):
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q @ k.mT
     if mistake != "no scale":
-        scores /= math.sqrt(width)
+        wrong = {"scaled by width": layer.query.out_features, "scaled twice": width**2}
+        scores /= math.sqrt(wrong.get(mistake, width))
     sees = torch.arange(k.shape[2])[None] <= torch.arange(new)[:, None] + k.shape[2] - new
     if mistake == "top-left":
         sees = torch.arange(k.shape[2])[None] <= torch.arange(new)[:, None]
-    if mistake != "no mask":
+    if mistake in ("one short", "one far"):
+        shift = k.shape[2] - new + (1 if mistake == "one far" else -1)
+        sees = torch.arange(k.shape[2])[None] <= torch.arange(new)[:, None] + shift
+    if mistake == "inverted":
+        sees = ~sees
+    if mistake == "inverted top-left":
+        sees = torch.ones(new, k.shape[2], dtype=torch.bool).triu(1)
+    if mistake not in ("no mask", "masks weights"):
         scores = scores.masked_fill(~sees, -torch.inf)
-    mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, new, -1)
+    axes = {"softmax over queries": -2, "softmax over heads": 1}
+    weights = scores.softmax(axes.get(mistake, -1))
+    if mistake == "masks weights":
+        weights = weights * sees
+    mixed = (weights @ v).transpose(1, 2).reshape(batch, new, -1)
     if mistake == "last token only":
         mixed = mixed[:, -1]
     return mixed if mistake == "no output projection" else layer.output(mixed)
@@ -137,6 +175,14 @@ def attend(layer, x, cache, mistake: str = ""):
 
 def attending(mistake: str):
     return lambda layer, x, cache: attend(layer, x, cache, mistake)
+
+
+def with_own_names(layer, x, cache):
+    """Right, but what it keeps is called k and v."""
+    renamed = {"keys": cache.get("k"), "values": cache.get("v")} if cache else {}
+    output = attend(layer, x, renamed)
+    cache.update(k=renamed["keys"], v=renamed["values"])
+    return output
 
 
 CASES = {
@@ -165,6 +211,14 @@ CASES = {
             Wrong("no untied head", counting("no head"), "second matrix"),
             Wrong("head under embedding", counting("embedding twice"), "under head"),
             Wrong("a sum without positions", counting("total without positions"), "their sum is"),
+            Wrong("no bias of down", counting("no bias of down"), "bias of down is missing"),
+            Wrong("only down has one", counting("only the bias of down"), "Only the bias of down"),
+            Wrong("gate without bias", counting("gate without bias"), "One of the two biases"),
+            Wrong("down's bias too wide", counting("down's bias too wide"), "not inner_width"),
+            Wrong("biases of width", counting("all MLP biases of width"), "width biases for each"),
+            Wrong("8 × width² always", counting("8 × width²"), "8 × width²"),
+            Wrong("uses kv_heads", uses_kv_heads, "use config.key_value_heads"),
+            Wrong("uses mlp_width", uses_real_mlp_width, "use config.inner_width"),
             Wrong("returns the total only", only_the_total, "return a dict"),
             Wrong("forgets a key", without_norms_key, "no key norms"),
             Wrong("returns text", counting("text"), "must be a number"),
@@ -191,6 +245,22 @@ CASES = {
             Wrong("repeats heads in the wrong order", attending("repeat"), "repeat_interleave"),
             Wrong("no scale", attending("no scale"), "square root"),
             Wrong("no output projection", attending("no output projection"), "layer.output"),
+            Wrong("scaled by width", attending("scaled by width"), "root of the whole width"),
+            Wrong("scaled twice", attending("scaled twice"), "do not divide before"),
+            Wrong("inverted mask", attending("inverted"), "mask is inverted"),
+            Wrong("inverted, top-left", attending("inverted top-left"), "must not see"),
+            Wrong("mask one short", attending("one short"), "does not see itself"),
+            Wrong("mask one far", attending("one far"), "sees the next one"),
+            Wrong("new before old", attending("new before old"), "before the old ones"),
+            Wrong("only keys turned round", attending("new keys before old"), "(old, new)"),
+            Wrong("swapped when computed", attending("swapped when computed"), "are exchanged"),
+            Wrong("swapped when kept", attending("swapped when kept"), "Keys and values are exch"),
+            Wrong("swapped when used", attending("swapped when used"), "Queries meet keys"),
+            Wrong("softmax over queries", attending("softmax over queries"), "wrong dimension"),
+            Wrong("softmax over heads", attending("softmax over heads"), "softmax(-1)"),
+            Wrong("masks the weights", attending("masks weights"), "after the softmax"),
+            Wrong("other cache names", attending("other names"), 'cache holds "k", "v"'),
+            Wrong("own cache names", with_own_names, "right numbers, but the cache has no keys"),
             Wrong("caches repeated heads", attending("cache at full width"), "kv_heads"),
             Wrong("rounds to float32", attending("float32"), "rounded to float32"),
             Wrong("returns the last token only", attending("last token only"), "a tensor of"),

@@ -2,11 +2,24 @@
 
 import dis
 import inspect
+import re
 from collections.abc import Callable
 
 import torch.distributed as dist
 
-from .exercise import Exercise, WrongAnswer, on_ranks
+from ..launch import RankError
+from ..teaching import tidy
+from .exercise import Exercise, RankRun, WrongAnswer, on_ranks
+
+_NOT_CALLED = (
+    "A function without brackets is the function itself, not its result. Call it: "
+    "`dist.get_rank()`."
+)
+_A_FUNCTION = re.compile(r"'(builtin_)?function(_or_method)?'")  # as Python names its type
+_COLLECTIVES = {
+    "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_object",
+    "all_gather_into_tensor", "broadcast_object_list", "reduce_scatter", "scatter", "gather",
+}  # fmt: skip
 
 
 def squared_rank() -> int:
@@ -21,7 +34,7 @@ def grade_squared_rank(answer: Callable[[], int]) -> None:
     """Run the answer on 4 and on 5 ranks and compare each return value with rank²."""
     if not callable(answer):
         raise WrongAnswer(
-            f"give the function itself, not a {type(answer).__name__}: write the name without "
+            f"give the function itself, not {_article(answer)}: write the name without "
             "calling it. Each rank calls it on its own."
         )
     if _needs_arguments(answer):
@@ -30,10 +43,20 @@ def grade_squared_rank(answer: Callable[[], int]) -> None:
             "`dist.get_rank()` inside the function instead."
         )
     for world_size in (4, 5):
-        run = on_ranks(answer, world_size)
+        run = _run(answer, world_size)
         wanted = [rank**2 for rank in range(world_size)]
         if run.values != wanted:
             raise WrongAnswer(_diagnose(answer, run.values, run.printed, wanted))
+
+
+def _run(answer: Callable, world_size: int) -> RankRun:
+    """Run the answer on ranks; name a call whose brackets were forgotten."""
+    try:
+        return on_ranks(answer, world_size)
+    except RankError as error:
+        if error.type_name == "TypeError" and _A_FUNCTION.search(str(error)):
+            raise WrongAnswer(f"{_NOT_CALLED}\n{tidy(str(error))}") from error
+        raise
 
 
 def _diagnose(answer: Callable, values: list, printed: str, wanted: list[int]) -> str:
@@ -53,6 +76,8 @@ def _diagnose(answer: Callable, values: list, printed: str, wanted: list[int]) -
                 "its own copy of it; the notebook never sees the change. Use `return`."
             )
         return told + "Your function returns nothing. Use `return`."
+    if all(callable(value) for value in values):
+        return f"every rank returned a function, not a number. {_NOT_CALLED}"
     if all(isinstance(value, (list, tuple, dict)) for value in values):
         return told + (
             "Every rank returned a whole collection. Return one number: `run_ranks` puts those of "
@@ -67,10 +92,17 @@ def _diagnose(answer: Callable, values: list, printed: str, wanted: list[int]) -
         return told + "That is 2 × rank. The square is rank × rank."
     if values == [2**rank for rank in ranks]:
         return told + "That is 2 to the power of rank. The square is rank to the power of 2."
+    if values == [rank ^ 2 for rank in ranks]:
+        return told + "In Python ^ is not a power: it compares bits (XOR). Write rank ** 2."
     if values == [(rank + 1) ** 2 for rank in ranks]:
         return told + "Ranks count from 0, not from 1."
     if values == [world_size**2] * world_size:
         return told + "That is the world size squared. Each rank must use its own number."
+    if len(set(values)) == 1 and (values[0] in _sums(world_size) or _communicates(answer)):
+        return told + (
+            "Every rank returned the same value, as after an all-reduce or another collective. "
+            "Nothing needs to be sent here: return the rank's own number, squared."
+        )
     if len(set(values)) == 1:
         return told + (
             "Every rank returned the same value. It comes from a variable of the "
@@ -78,6 +110,23 @@ def _diagnose(answer: Callable, values: list, printed: str, wanted: list[int]) -
             "`dist.get_rank()` inside the function."
         )
     return told + "Look at the first rank that differs."
+
+
+def _article(answer) -> str:
+    """Return the answer's type with its article: "an int", "a list"."""
+    name = type(answer).__name__
+    return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
+
+
+def _sums(world_size: int) -> set[int]:
+    """What every rank holds after an all-reduce: of the ranks, or of their squares."""
+    ranks = range(world_size)
+    return {sum(ranks), sum(ranks) ** 2, sum(rank**2 for rank in ranks)}
+
+
+def _communicates(answer: Callable) -> bool:
+    """Whether the function's own code names a collective."""
+    return bool(_COLLECTIVES & set(getattr(getattr(answer, "__code__", None), "co_names", ())))
 
 
 def _needs_arguments(answer: Callable) -> bool:
