@@ -142,7 +142,9 @@ def _apply(overrides: list[str], tables: dict, sections: Mapping[str, type]) -> 
             continue
         table = tables.setdefault(section, {})
         if isinstance(table, dict):
-            table[key] = _parse(raw)
+            hint = typing.get_type_hints(sections[section]).get(key)
+            is_text = str in (hint, *typing.get_args(hint)) and not raw.startswith(('"', "'"))
+            table[key] = raw if is_text else _parse(raw)  # --run.directory=7 is a name
     return faults
 
 

@@ -42,7 +42,7 @@ class TrainingConfig:
     ] = "fp32"
     optimizer: Annotated[Literal["adamw", "sgd"], "sgd has no momentum: it is for proofs"] = "adamw"
     lr: Annotated[float, "highest learning rate"] = 3e-3
-    min_lr: Annotated[float, "last learning rate, as a fraction of the highest"] = 0.1
+    min_lr: Annotated[float, "what the schedule reaches at `steps`, as a fraction of lr"] = 0.1
     warmup: Annotated[int, "steps until the highest learning rate is used"] = 10
     schedule: Annotated[Literal["cosine", "linear", "constant"], "decay after warm-up"] = "cosine"
     weight_decay: Annotated[float, "decoupled, for matrices and embeddings only"] = 0.1
@@ -65,6 +65,8 @@ class TrainingConfig:
             )
             if not getattr(self, name) >= least
         ]  # fmt: skip
+        if self.seed >= 2**63:
+            found.append(f"seed {self.seed} must be below 2**63")
         for name in ("lr", "eps"):
             if not 0 < getattr(self, name) < math.inf:
                 found.append(f"{name} {getattr(self, name)} must be positive and finite")

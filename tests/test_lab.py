@@ -39,7 +39,7 @@ def test_the_report_is_one_page_with_described_pictures(finished):
     assert "4 of 4 stations passed" in page
     pictures = re.findall(r'<img alt="([^"]*)" src="data:image/png;base64,[^"]+">', page)
     assert len(pictures) == 2
-    assert all("Curves" in alt for alt in pictures)
+    assert all("Curves" in alt and "training loss" in alt for alt in pictures)
     for station in report["stations"]:
         assert station["finding"].split(":")[0] in page
 
@@ -101,3 +101,15 @@ def test_an_unexpected_exit_code_shows_the_last_words(tmp_path):
     code = "import sys; print('last words'); sys.exit(3)"
     with pytest.raises(LaunchError, match=r"exit code 3.*(?s:.*)last words"):
         stations.run_trainer([sys.executable, "-c", code], {}, 0, tmp_path / "x.log")
+
+
+def test_only_a_directory_of_an_earlier_lab_is_emptied(tmp_path, capsys):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    assert command.main(["--directory", str(tmp_path)]) == 2
+    assert "not of an earlier lab" in capsys.readouterr().err
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+    assert command.main(["--directory", str(tmp_path / "thesis.txt")]) == 2
+    command.make_room(tmp_path / "lab")
+    (tmp_path / "lab" / "old").write_text("")
+    command.make_room(tmp_path / "lab")
+    assert [path.name for path in (tmp_path / "lab").iterdir()] == [command.MARKER]

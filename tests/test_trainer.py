@@ -273,18 +273,73 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(folder):
     assert lines[2]["grad_norm"] is None  # JSON has no infinity
 
 
-def test_a_run_that_stays_not_finite_ends_with_a_clear_error_and_a_checkpoint(folder):
+def test_a_run_that_stays_not_finite_ends_with_a_clear_error_and_keeps_the_last_checkpoint(folder):
     def function(*arguments):
         return with_broken_gradients(*arguments, bad_steps=range(3, 100), rank=0)
 
     results, directory = train(
-        folder, "diverged", 2, "--training.max_skipped=4", function=function
+        folder, "diverged", 2, "--training.max_skipped=4", "--run.checkpoint_every=2",
+        "--run.keep=1", function=function,
     )  # fmt: skip
     for kind, text in results:
         assert kind == TrainingDiverged.__name__
         assert "data steps 3 to 6" in text
-    manifest = checkpoint.read_manifest(checkpoint.latest(directory / "checkpoints"))
-    assert manifest.state["optimizer_step"] == 3
+        assert "checkpoints" in text
+    assert [line["skipped"] for line in metrics(directory)] == [0, 0, 0, 1, 2, 3, 4]
+    newest = checkpoint.latest(directory / "checkpoints")
+    assert newest.name == "step_6"  # the last one before the end; its weights are those of step 3
+    assert checkpoint.read_manifest(newest).state["optimizer_step"] == 3
+
+
+def test_a_loss_that_is_not_finite_is_skipped_and_shown(folder, capsys):
+    [(kind, _)], directory = train(
+        folder, "overflow", 1, "--training.lr=1e38", "--training.max_skipped=3"
+    )
+    assert kind == TrainingDiverged.__name__
+    assert metrics(directory)[-1]["loss"] is None
+    assert "loss -" in capsys.readouterr().out
+
+
+def test_an_error_after_the_last_step_loses_no_training(folder):
+    def function(*arguments):
+        def fail(self):
+            raise RuntimeError("the sample failed")
+
+        Trainer._write_sample = fail
+        return train_here(*arguments)
+
+    [(_, text)], directory = train(folder, "late", 1, "--training.steps=3",
+                                   "--training.warmup=1", function=function)  # fmt: skip
+    assert text == "the sample failed"
+    assert checkpoint.latest(directory / "checkpoints").name == "step_3"
+
+
+def test_a_second_run_in_the_same_directory_is_refused(folder):
+    process, directory = start(folder, "twice", "--training.steps=100000")
+    wait_for_step(process, directory, 2)
+    [(kind, text)], _ = train(folder, "twice", 1)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert kind == "RunInUse"
+    assert "another run uses" in text
+    assert process.returncode == STOPPED
+
+
+def test_a_stop_during_an_evaluation_does_not_wait_for_its_end(folder):
+    def function(*arguments):
+        right = loop.loss_sum
+
+        def loss_sum(*given):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return right(*given)
+
+        loop.loss_sum = loss_sum  # used by the evaluation only
+        return train_here(*arguments)
+
+    codes, directory = train(folder, "stop-evaluation", 1, "--run.eval_every=3", function=function)
+    assert codes == [STOPPED]
+    assert read_lines(directory / "evaluation.jsonl") == []
+    assert checkpoint.latest(directory / "checkpoints").name == "step_3"
 
 
 def test_a_signal_on_one_rank_stops_all_after_the_same_step(folder):
@@ -319,7 +374,7 @@ def test_metrics_have_the_documented_fields_and_unknown_figures_are_null(folder)
         assert 0 < line["comm_fraction"] < 1
     assert (directory / "sample.txt").read_text().strip()
     assert {p.name for p in directory.iterdir()} == {
-        "metrics.jsonl", "evaluation.jsonl", "config.toml", "checkpoints", "sample.txt",
+        "metrics.jsonl", "evaluation.jsonl", "config.toml", "checkpoints", "sample.txt", ".lock",
     }  # fmt: skip
 
 
@@ -364,6 +419,19 @@ def test_mfu_is_the_papers_number():
     assert peak_flops(torch.device("cpu"), "bf16") is None
 
 
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 NVL", None), ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", None), ("Tesla T4", 65e12), ("NVIDIA T400", None), ("NVIDIA H200", 989e12),
+    ],
+)  # fmt: skip
+def test_the_peak_of_another_gpu_is_never_taken(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda"), "bf16") == peak
+
+
 @pytest.mark.trap("ACC-12")
 def test_no_metric_keeps_a_graph(folder):
     torch.set_num_threads(1)
@@ -374,7 +442,7 @@ def test_no_metric_keeps_a_graph(folder):
     batches = trainer._batches()
     live = []
     for _ in range(6):
-        trainer._train_one_step(next(batches))
+        trainer._train_one_step(batches)
         live.append(sum(isinstance(o, torch.Tensor) for o in _tensors()))
     assert live[-1] == live[-2] == live[-3]
 

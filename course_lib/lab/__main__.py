@@ -3,6 +3,7 @@
 import argparse
 import json
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from course_lib.lab.stations import (
 )
 
 FALLBACK = "python-docs"  # text that lies on every machine, for where there is no network
+MARKER = ".lab"  # marks a directory that a lab may empty
 
 
 def run_lab(lab: Lab) -> list[Station]:
@@ -72,11 +74,38 @@ def main(arguments: list[str] | None = None) -> int:
     if options.steps < 2:
         parser.error("--steps must be at least 2")
     directory = Path(options.directory)
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
+    try:
+        make_room(directory)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the trainer is ended too
+    try:
+        return rehearse(directory, options.steps)
+    except KeyboardInterrupt:
+        print("\ninterrupted; nothing runs any more", flush=True)
+        return 130
+
+
+def make_room(directory: Path) -> None:
+    """An empty directory for this lab; an earlier lab's is emptied. Raises OSError for others."""
+    if directory.exists() and not directory.is_dir():
+        raise NotADirectoryError(f"{directory} is a file; choose another --directory")
+    if directory.is_dir() and any(directory.iterdir()):
+        if not (directory / MARKER).exists():
+            raise FileExistsError(
+                f"{directory} is not empty and not of an earlier lab; choose another --directory"
+            )
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / MARKER).write_text("Written by the lab, which empties this directory.\n")
+
+
+def rehearse(directory: Path, steps: int) -> int:
+    """Run all stations and write the report; returns the exit code."""
     start = time.perf_counter()
     ranks, device = choose_processes()
-    lab = Lab(directory, ranks, device, choose_corpus(), options.steps)
+    lab = Lab(directory, ranks, device, choose_corpus(), steps)
     stations = run_lab(lab)
     sample = stations[-1].figures.get("sample")
     if sample:

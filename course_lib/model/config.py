@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from course_lib.config import type_faults
 
+LARGEST = 10_000_000  # of any size; beyond it stands a slip of the keyboard
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -50,9 +52,9 @@ class ModelConfig:
             return wrong_types
         sizes = ("layers", "width", "heads", "kv_heads", "vocab", "context", "mlp_width")
         found = [
-            f"{name} {getattr(self, name)} must be at least 1"
+            f"{name} {getattr(self, name)} must be from 1 to {LARGEST:,}"
             for name in sizes
-            if getattr(self, name) is not None and getattr(self, name) < 1
+            if getattr(self, name) is not None and not 1 <= getattr(self, name) <= LARGEST
         ]
         if not 0 <= self.dropout < 1:
             found.append(f"dropout {self.dropout} must be at least 0 and below 1")
@@ -62,7 +64,7 @@ class ModelConfig:
         return found + self._head_faults() + self._key_value_head_faults()
 
     def _head_faults(self) -> list[str]:
-        if self.width < 1 or self.heads < 1:
+        if not (1 <= self.width <= LARGEST and self.heads >= 1):
             return []  # reported already
         pairs = self.positions == "rope"
         if pairs and self.width % 2:
@@ -79,7 +81,7 @@ class ModelConfig:
 
     def _key_value_head_faults(self) -> list[str]:
         heads, shared = self.heads, self.key_value_heads
-        if heads < 1 or shared < 1 or heads % shared == 0:
+        if not 1 <= heads <= LARGEST or shared < 1 or heads % shared == 0:
             return []
         use = _nearest(_divisors(heads), shared)
         return [f"{shared} kv_heads do not divide {heads} heads; use {use}"]

@@ -13,13 +13,14 @@ from course_lib.collectives import CollectiveError
 from course_lib.config import ConfigError
 from course_lib.data import CorpusUnavailable, DataError
 from course_lib.mesh import Mesh, make_mesh
-from course_lib.trainer.loop import Trainer, TrainingDiverged
+from course_lib.trainer.loop import RunInUse, Trainer, TrainingDiverged
 from course_lib.trainer.settings import Config, Layout, load_config
 
 USAGE = """usage: python -m course_lib.trainer CONFIG.toml [--section.key=value …]
        torchrun --nproc-per-node N -m course_lib.trainer CONFIG.toml [--section.key=value …]"""
 EXPECTED = (
     ConfigError, DataError, CorpusUnavailable, CheckpointError, CollectiveError, TrainingDiverged,
+    RunInUse, OSError,
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,6 +27,10 @@ STOPPED = 75  # exit code of a run that a signal ended after saving (EX_TEMPFAIL
 
 class TrainingDiverged(RuntimeError):
     """Too many steps in a row whose gradient was not finite."""
+
+
+class RunInUse(RuntimeError):
+    """Another run writes to the same directory."""
 
 
 class Trainer:
@@ -53,17 +57,18 @@ class Trainer:
         """Train until the last step, or until SIGTERM or Ctrl-C asks to stop.
 
         Returns 0 after the last step, STOPPED after a signal; both leave a checkpoint. Raises
-        TrainingDiverged after `training.max_skipped` non-finite steps in a row.
+        TrainingDiverged after `training.max_skipped` non-finite steps in a row, and RunInUse
+        where another run holds the directory.
         """
         if self.mesh.is_first:
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "config.toml").write_text(to_toml(self.config.sections()))
         self._open_logs()
-        with self._stop:
-            if self._finished:
-                self._progress.say("this run is finished; raise training.steps to go on")
-            else:
+        with self._stop, _only_run_in(self.directory, self.mesh):
+            if not self._finished:
                 self._train()
+            if self._finished:
+                self._conclude()
         self._close_logs()
         return 0 if self._finished else STOPPED
 
@@ -74,30 +79,36 @@ class Trainer:
     def _train(self) -> None:
         with closing(prefetch(self._batches(), depth=2)) as batches:
             while not self._finished and not self._stop_agreed():
-                self._train_one_step(next(batches))
-        if self._finished:
+                self._train_one_step(batches)
+        self.save()  # before anything else can go wrong
+
+    def _conclude(self) -> None:
+        """Evaluate and sample once the last checkpoint is safe, unless an earlier run did."""
+        if self._any_rank(self.mesh.is_first and self._evaluated != self.state.data_step):
             self.evaluate()
             self._write_sample()
-        self.save()
+        else:
+            self._progress.say("this run is finished; raise training.steps to go on")
 
-    def _train_one_step(self, micro_batches) -> None:
+    def _train_one_step(self, batches: Iterator[list]) -> None:
         run, training, state = self.config.run, self.config.training, self.state
         lr = learning_rate(training, state.optimizer_step)
-        start = time.perf_counter()
+        start = time.perf_counter()  # waiting for data belongs to the step
+        micro_batches = next(batches)
         with collectives.count_traffic() as traffic:
             result = training_step(state, micro_batches, lr, training.clip_norm, training.precision)
         self.tokens += result.tokens
         self._window.add(result.tokens, time.perf_counter() - start, traffic.waiting_s)
         self._progress.step(result.applied)
-        if not result.applied:
-            self._report_skip(result)
         if _due(state.data_step, run.log_every):
             self._log(result, lr)
+        if not result.applied:
+            self._report_skip(result)
         if not self._finished:  # else both follow at once
-            if _due(state.data_step, run.eval_every):
-                self.evaluate()
             if _due(state.data_step, run.checkpoint_every):
                 self.save()
+            if _due(state.data_step, run.eval_every):
+                self.evaluate()
 
     def _batches(self) -> Iterator[list]:
         """This rank's micro-batches of each global batch, from the next data step on."""
@@ -114,19 +125,24 @@ class Trainer:
     def _stop_agreed(self) -> bool:
         """Whether any rank was asked to stop: all ranks leave after the same step."""
         limit = self.config.run.stop_after
-        asked = self._stop.asked or (limit > 0 and self.state.data_step - self._first >= limit)
-        asked = torch.tensor(int(asked), device=self.mesh.device)
-        return bool(collectives.all_reduce(asked, self.mesh.world, "stop", op="max").wait())
+        enough = limit > 0 and self.state.data_step - self._first >= limit
+        return self._any_rank(self._stop.asked or enough)
+
+    def _any_rank(self, condition: bool) -> bool:
+        """Whether a condition holds on any rank. Collective."""
+        flag = torch.tensor(int(condition), device=self.mesh.device)
+        return bool(collectives.all_reduce(flag, self.mesh.world, "agreement", op="max").wait())
 
     def _report_skip(self, result: StepResult) -> None:
         state, limit = self.state, self.config.training.max_skipped
         if state.skipped_in_a_row >= limit:
-            self.save()
+            # Nothing is saved: what a resumed run would start from is probably spoilt.
             raise TrainingDiverged(
                 f"{limit} steps in a row had a gradient that is not finite (data steps "
-                f"{state.data_step - limit} to {state.data_step - 1}, loss {result.loss}); the "
-                f"weights are those of update {state.optimizer_step}, saved in {self.directory}. "
-                "Lower training.lr, raise training.warmup, or look at the data of these steps."
+                f"{state.data_step - limit} to {state.data_step - 1}, loss {result.loss}). "
+                f"Lower training.lr, raise training.warmup, or look at the data of these steps; "
+                f"then start again: the run goes on from the newest checkpoint in "
+                f"{self.directory / 'checkpoints'}, or anew where there is none."
             )
         scale = f"; the loss scale is now {state.scaler.scale:g}" if state.scaler else ""
         self._progress.say(f"data step {state.data_step - 1}: not finite, skipped{scale}")
@@ -135,13 +151,19 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict | None:
-        """Loss and bits per byte on the held-out text, each target counted once. Collective."""
+        """Loss and bits per byte on the held-out text, each target counted once. Collective.
+
+        Returns None without held-out text, and where a signal asks to stop meanwhile.
+        """
         if self.held_out is None:
             return None
         model, precision = self.state.model.eval(), self.config.training.precision
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)  # nats, targets
         ranks, rank = self.mesh.size("dp"), self.mesh.rank("dp")
         for own in evaluation_batches(self.held_out, rank, ranks, self.config.training.micro_batch):
+            if self._any_rank(self._stop.asked):
+                model.train()
+                return None
             own = own.to(self.mesh.device)
             with autocast(self.mesh.device, precision):
                 logits = model(**own.inputs())
@@ -152,15 +174,14 @@ class Trainer:
         nats, targets = collectives.all_reduce(total, self.mesh.group("dp"), "evaluation").wait()
         line = {
             "step": self.state.data_step,
-            "loss": float(nats / targets),
-            "bits_per_byte": float(nats) / math.log(2) / self.held_out.text_bytes,
+            "loss": _number(float(nats / targets)),
+            "bits_per_byte": _number(float(nats) / math.log(2) / self.held_out.text_bytes),
             "tokens": int(targets),
         }
         if self._evaluations is not None:
             self._evaluations.write(line)
-        self._progress.say(
-            f"held-out text after {line['step']} steps: {line['bits_per_byte']:.4f} bits per byte"
-        )
+        bits = metrics.shown(line["bits_per_byte"], ".4f")
+        self._progress.say(f"held-out text after {line['step']} steps: {bits} bits per byte")
         return line
 
     def _write_sample(self) -> None:
@@ -168,8 +189,8 @@ class Trainer:
         length = min(self.config.run.sample_tokens, self.config.model.context - 1)
         if length == 0 or not self.mesh.is_first:
             return
-        source = self.held_out or self.train_data
-        prompt = torch.from_numpy(source.window(0).tokens[: max(1, (length + 1) // 8)])[None]
+        start = (self.held_out or self.train_data).window(0)
+        prompt = torch.from_numpy(start.tokens[: max(1, min(start.valid, (length + 1) // 8))])[None]
         generator = torch.Generator(self.mesh.device).manual_seed(self.config.training.seed)
         tokens = generate(
             self.state.model, prompt.to(self.mesh.device), length + 1 - prompt.shape[1],
@@ -239,9 +260,11 @@ class Trainer:
             self.config.training.steps, self.state.optimizer_step, shown=first
         )
         self._metrics = self._evaluations = None
+        self._evaluated = None  # the last step that was evaluated, known to the first rank
         if first:
             self._metrics = metrics.JsonLines(self.directory / "metrics.jsonl", done)
             self._evaluations = metrics.JsonLines(self.directory / "evaluation.jsonl", done)
+            self._evaluated = self._evaluations.last_step
         if done:
             self._progress.say(f"resumed after {done} steps from {self.directory / 'checkpoints'}")
 
@@ -288,6 +311,24 @@ def _due(step: int, every: int) -> bool:
 def _number(value: float) -> float | None:
     """A figure for JSON, which has no NaN and no infinity."""
     return value if math.isfinite(value) else None
+
+
+@contextmanager
+def _only_run_in(directory: Path, mesh: Mesh) -> Iterator[None]:
+    """Hold the directory for this run, where the file system has locks."""
+    if not mesh.is_first:
+        yield
+        return
+    with (directory / ".lock").open("w") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunInUse(f"another run uses {directory}; choose another run.directory") from None
+        except (ImportError, OSError):
+            pass
+        yield
 
 
 class _StopSignals:

@@ -5,6 +5,7 @@ A figure that is not known on this device is null, never invented.
 
 import json
 import os
+import re
 import resource
 import sys
 from dataclasses import dataclass
@@ -20,10 +21,11 @@ FIELDS = (
     "comm_fraction", "skipped",
 )  # fmt: skip
 
-# Dense 16-bit matrix-product peaks in FLOP/s, from the makers' data sheets.
+# Dense 16-bit matrix-product peaks in FLOP/s, from the makers' data sheets, by whole words of the
+# device's name; a variant that is not here is not known.
 PEAK_FLOPS = {
-    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "V100": 125e12,
-    "L4": 121e12, "T4": 65e12,
+    "H200": 989e12, "H100 80GB HBM3": 989e12, "H100 PCIe": 756e12, "A100": 312e12,
+    "V100-SXM2": 125e12, "V100-PCIE": 112e12, "L4": 121e12, "T4": 65e12,
 }  # fmt: skip
 
 
@@ -32,7 +34,10 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda" or precision not in ("bf16", "fp16"):
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+    if re.search(r"\bNVL\b", name):
+        return None  # slower than its namesakes
+    found = [peak for key, peak in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)]
+    return found[0] if found else None
 
 
 def model_flops_utilisation(
@@ -60,7 +65,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 @dataclass
 class Window:
-    """Sums since the last logged step."""
+    """Sums over the steps since the last logged one, evaluations and checkpoints left out."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -79,6 +84,7 @@ class JsonLines:
     def __init__(self, path: Path, last_step: int):
         """Keep what an earlier run wrote up to last_step; what it wrote after is trained again."""
         kept = [line for line in read_lines(path) if line["step"] <= last_step]
+        self.last_step = kept[-1]["step"] if kept else None
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
         os.replace(temporary, path)
@@ -86,6 +92,7 @@ class JsonLines:
 
     def write(self, line: dict) -> None:
         """Append one object."""
+        self.last_step = line["step"]
         self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
@@ -106,6 +113,11 @@ def read_lines(path: Path) -> list[dict]:
     return lines
 
 
+def shown(value: float | None, form: str) -> str:
+    """A figure as text; "-" where it is not known or not finite."""
+    return "-" if value is None else format(value, form)
+
+
 class Progress:
     """A bar on a terminal; otherwise one plain line a logged step."""
 
@@ -122,16 +134,16 @@ class Progress:
 
     def log(self, line: dict) -> None:
         """Show the metrics of a logged step."""
-        shown = {
-            "loss": f"{line['loss']:.4f}",
-            "tokens/s": f"{line['tokens_per_s']:,.0f}",
-            "MFU": "-" if line["mfu"] is None else f"{line['mfu']:.1%}",
+        figures = {
+            "loss": shown(line["loss"], ".4f"),
+            "tokens/s": shown(line["tokens_per_s"], ",.0f"),
+            "MFU": shown(line["mfu"], ".1%"),
         }
         if self._bar is not None:
-            self._bar.set_postfix(shown)
+            self._bar.set_postfix(figures)
         elif self._shown:
-            figures = "  ".join(f"{key} {value}" for key, value in shown.items())
-            print(f"step {line['step']}/{self._total}  {figures}", flush=True)
+            words = "  ".join(f"{key} {value}" for key, value in figures.items())
+            print(f"step {line['step'] - line['skipped']}/{self._total}  {words}", flush=True)
 
     def say(self, text: str) -> None:
         """Print a line without breaking the bar."""

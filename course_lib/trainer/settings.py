@@ -48,8 +48,8 @@ class RunConfig:
             )
             if getattr(self, name) < least
         ]  # fmt: skip
-        if not self.timeout_s > 0:
-            found.append(f"timeout_s {self.timeout_s} must be positive")
+        if not 0 < self.timeout_s < 1e7:
+            found.append(f"timeout_s {self.timeout_s} must be positive, and below 1e7")
         if not self.directory:
             found.append("directory must not be empty")
         return found
