@@ -102,8 +102,7 @@ def _pictures(curves: dict[str, list[dict]], drawn: Sequence[str]) -> str:
     axes[0][0].legend(fontsize=9)
     picture = io.BytesIO()
     fig.savefig(picture, format="png", dpi=130)
-    alt = (
-        f"Curves over steps of {', '.join(p[1].lower() for p in PICTURES)} for {', '.join(curves)}."
-    )
+    titles = ", ".join(PICTURES[metric][0].lower() for metric in drawn)
+    alt = f"Curves over steps of {titles}, for {', '.join(curves)}."
     encoded = base64.b64encode(picture.getvalue()).decode()
     return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{encoded}">'
