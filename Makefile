@@ -1,5 +1,6 @@
 # Each target makes .venv and fills it by itself; a second run installs nothing.
 #
+#   make env         only make the environment
 #   make lab         rehearse the multi-GPU lab here: train, compare layouts, write a report
 #   make test        style, then all tests and all notebooks' stored outputs
 #   make notebooks   after an edit of a chapter or of syllabus.toml: sync, execute, lint
@@ -26,7 +27,9 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope \
 	--nbval --nbval-current-env --nbval-cell-timeout 120 \
 	--nbval-sanitize-with assets/nbval_sanitize.cfg
 
-.PHONY: lab test notebooks lint
+.PHONY: env lab test notebooks lint
+
+env: $(COURSE)
 
 lab: $(COURSE)
 	$(BIN)/python -m course_lib.lab
