@@ -322,6 +322,15 @@ def test_another_run_is_refused_with_each_key_named(tmp_path):
     checkpoint.require_same(path, different, ignore=("identity.seed",))
 
 
+def test_the_newest_is_the_one_of_the_highest_step_not_of_the_last_name(tmp_path):
+    for step in (9, 10, 100, 11):
+        checks.saved_toy(tmp_path, step)
+    assert checkpoint.latest(tmp_path, Mesh.single()).name == "step_100"
+    assert [path.name for path in checkpoint.complete(tmp_path)] == [
+        "step_9", "step_10", "step_11", "step_100",
+    ]  # fmt: skip
+
+
 def test_a_stored_run_can_be_looked_at_without_a_model(tmp_path):
     path, _ = checks.saved_toy(tmp_path, 5)
     found = checkpoint.read_manifest(path)

@@ -20,6 +20,22 @@ def test_every_collective_equals_torchs_own():
     on_ranks(records.check_collectives_equal_torch, {"dp": 3})
 
 
+def check_broadcast_in_a_part(mesh: Mesh) -> None:
+    """The source is a place in the group; torch wants the rank in the world."""
+    for source in (0, 1):
+        for axis, root in (
+            ("dp", 2 * source + mesh.rank("tp")),
+            ("tp", 2 * mesh.rank("dp") + source),
+        ):
+            tensor = torch.full((3,), float(dist.get_rank()))
+            collectives.broadcast(tensor, mesh.group(axis), "x", source).wait()
+            assert tensor.tolist() == [root] * 3, (axis, source)
+
+
+def test_a_broadcast_starts_at_a_place_in_its_group():
+    on_ranks(check_broadcast_in_a_part, {"dp": 2, "tp": 2})
+
+
 def test_one_rank_alone_gets_the_same_shapes_and_sends_nothing():
     tensor = torch.arange(6.0).view(2, 3)
     with count_traffic() as traffic:

@@ -194,6 +194,18 @@ def test_a_linear_decay_is_a_straight_line():
     assert [learning_rate(config, step) for step in range(6)] == [1, 0.75, 0.5, 0.25, 0, 0]
 
 
+def test_the_decay_starts_where_the_warm_up_ends():
+    shape = {"lr": 1.0, "min_lr": 0.0, "warmup": 4, "steps": 11}
+    warmup = [0.25, 0.5, 0.75, 1]
+    linear = TrainingConfig(**shape, schedule="linear")
+    falling = [0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0, 0]
+    assert [learning_rate(linear, step) for step in range(13)] == warmup + falling
+    cosine = TrainingConfig(**shape, schedule="cosine")
+    quarters = [learning_rate(cosine, step) for step in (3, 5, 7, 9, 11)]
+    bend = math.sqrt(0.5) / 2
+    assert quarters == pytest.approx([1, 0.5 + bend, 0.5, 0.5 - bend, 0], abs=1e-12)
+
+
 @pytest.mark.trap("LR-04")
 def test_a_resumed_run_goes_on_with_the_same_rates():
     """The rate is a function of the step, so nothing but the step is needed to go on."""
