@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -325,8 +326,9 @@ def test_altered_document_bounds_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 9}, "has format 9; this version reads 2"),
+        ({"format": 9}, "has format 9; this version reads 3"),
         ({"vocab": 500}, "was altered"),
+        ({"text_bytes": 1}, "was altered"),
         ({"shards": []}, "was altered"),
         ({"sha256": None}, "was altered"),
     ],
@@ -337,9 +339,23 @@ def test_an_altered_index_is_refused(tmp_path, change, message):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(DataError, match=rf"index\.json {message}"):
         TokenShards(tmp_path)
-    path.write_text("{")
-    with pytest.raises(DataError, match=r"index\.json is damaged"):
-        TokenShards(tmp_path)
+    for content in ("{", "7", "[]"):
+        path.write_text(content)
+        with pytest.raises(DataError, match=r"index\.json (is damaged|has format None)"):
+            TokenShards(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../tokens-00000.bin", "/etc/passwd", "a/b", "..", ""])
+def test_an_index_that_names_files_elsewhere_is_refused(tmp_path, name):
+    checks.write_shards(tmp_path / "shards", checks.counting(100))
+    path = tmp_path / "shards" / "index.json"
+    index = json.loads(path.read_text())
+    del index["sha256"]
+    index["shards"][0]["file"] = name
+    path.write_text(json.dumps(index | {"sha256": digest(index)}))
+    message = r"index\.json names a file outside" if "/" in name else "is missing"
+    with pytest.raises(DataError, match=message):
+        TokenShards(path.parent)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint16", "int64"])
@@ -466,6 +482,19 @@ def test_padded_documents_keep_to_themselves(tmp_path):
     ]
     assert dataset.window(0).labels.tolist() == [1, 2, 3, -100]
     assert [dataset.window(n).valid for n in range(len(dataset))] == [3, 1, 4, 1]
+
+
+@pytest.mark.parametrize("packing", ["stream", "pad"])
+def test_valid_is_the_number_of_real_tokens(tmp_path, packing):
+    shards = checks.write_shards(tmp_path, [[5, 6, 7, 8, 9, 10], [11, 12]])
+    dataset = TokenDataset(shards, 5, packing)
+    windows = [dataset.window(n) for n in range(len(dataset))]
+    real = [token for window in windows for token in window.tokens[: window.valid].tolist()]
+    assert real == [5, 6, 7, 8, 9, 10, 11]  # 12 is a target only
+    assert all((window.tokens[window.valid :] == 0).all() for window in windows)
+    assert windows[0].valid == 5
+    assert TokenDataset(shards, 7).window(0).valid == 7
+    assert TokenDataset(shards, 40, "pad").window(0).valid == 6
 
 
 def test_impossible_places_are_refused(tmp_path):
@@ -673,6 +702,109 @@ def test_about_the_wanted_share_is_held_out_of_any_corpus(share):
             out = sum(len(text) for text, out in split.parts("") if out)
             total = sum(len(text) for text in texts)
             assert share / 2 <= out / total <= min(2 * share, 0.9)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.2, 0.5, 0.8])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Title\n" + "one long line " * 200,
+        "one long line " * 200 + "\nThe end",
+        "abcdefgh\n" * 12,
+        ("a" * 60 + "\n") * 2,
+        "x" * 100,
+        "\n" * 99 + "x",
+        "a line\n" * 1000,
+    ],
+)
+def test_about_the_wanted_share_is_held_out_of_a_single_text(text, share):
+    split = Split(Corpus("one", "", lambda: iter([Document("one", text)])), share, 0)
+    (head, out), (tail, last) = split.parts("")
+    assert (head + tail, out, last) == (text, False, True)
+    assert share / 2 <= len(tail) / len(text) <= 2 * share
+    assert (1 - share) / 2 <= len(head) / len(text)
+
+
+def test_of_two_short_lines_something_is_trained_on(tmp_path):
+    path = tmp_path / "two.txt"
+    path.write_text("abcdefgh\n" * 2)
+    config = configure(path, packing="pad")
+    train, held_out = open_datasets(prepare(config, 300), config)
+    assert len(train.shards) > len(held_out.shards) > 2
+
+
+def test_a_lost_held_out_folder_is_refused(texts):
+    prepared = prepare(configure(texts), 300)
+    prepared.held_out.rename(texts / "elsewhere")
+    with pytest.raises(DataError, match=r"held_out/index\.json is missing"):
+        prepare(configure(texts), 300)
+
+
+def test_a_tokenizer_of_another_corpus_in_the_cache_is_refused(texts):
+    prepared = prepare(configure(texts), 300)
+    train_tokenizer(TEXTS, 300).save(prepared.tokenizer)
+    with pytest.raises(DataError, match=r"tokenizer\.json is not what .*train/index\.json was"):
+        prepare(configure(texts), 300)
+
+
+@pytest.mark.parametrize("name", ["a**b", "x[1]", "what?", "é" * 120])
+def test_a_corpus_may_have_any_name(texts, name):
+    moved = texts.rename(texts.parent / name)
+    prepared = prepare(configure(moved), 300)
+    left = prepared.directory.with_name(prepared.directory.name + ".partial-1")
+    prepared.directory.rename(left)
+    assert prepare(configure(moved), 300) == prepared
+    assert not left.exists()
+    assert open_datasets(prepared, configure(moved))[0].shards.documents > 0
+
+
+@pytest.mark.parametrize("path", ["", "~nosuch/x", "x" * 300, "/" + "x/" * 3000, "a\0b"])
+def test_a_path_that_cannot_be_is_one_plain_fault(path):
+    for config in (DataConfig(path), DataConfig("python-docs", path)):
+        (fault,) = config.faults()
+        assert "nearest: " in fault
+        assert "\n" not in fault
+    with pytest.raises(DataError, match=r"^corpus = .* nearest: 'shakespeare'$"):
+        load_corpus(path)
+    with pytest.raises(DataError, match=r"is not a tokenizer\.json"):
+        load_tokenizer(path)
+    assert len(DataConfig("python-docs", cache="~nosuch/x").faults()) == 1
+
+
+def test_a_cache_that_is_no_folder_is_refused_by_name(texts, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for cache in (file, file / "below", tmp_path / ("x" * 300)):
+        with pytest.raises(DataError, match=f"the cache {cache}: ") as error:
+            prepare(configure(texts, cache=str(cache)), 300)
+        assert "\n" not in str(error.value)
+        with pytest.raises(DataError, match=f"the cache {cache}: "):
+            load_corpus("shakespeare", cache, fallback="python-docs")
+
+
+@pytest.mark.parametrize("below", ["", "prepared"])
+def test_a_cache_without_the_right_to_write_is_refused_by_name(texts, tmp_path, below, monkeypatch):
+    def refuse(path, *_, **__):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    cache = tmp_path / "cache"
+    if below:
+        (cache / below).mkdir(parents=True)
+        monkeypatch.setattr(Path, "open", refuse)
+        monkeypatch.setattr(corpora_module, "_sha256", lambda path: "")
+    else:
+        monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(DataError, match=f"the cache {cache}: .*Permission denied: '{cache}"):
+        prepare(configure(texts), 300)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_filled_cache_is_read_without_the_right_to_write(texts, tmp_path):
+    prepared = prepare(configure(texts), 300)
+    (tmp_path / "cache" / "prepared").chmod(0o500)
+    assert prepare(configure(texts), 300) == prepared
+    with pytest.raises(DataError, match=r"the cache .*Permission denied"):
+        prepare(configure(texts), 301)
 
 
 def test_damaged_preparation_is_refused_when_it_is_opened(texts):

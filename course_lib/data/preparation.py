@@ -8,6 +8,7 @@ the tokenizer learns from training text only.
 
 import contextlib
 import hashlib
+import os.path
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,8 +19,8 @@ from typing import Annotated
 
 from tqdm import tqdm
 
-from course_lib.data import DataError
-from course_lib.data.corpora import Corpus, Document, default_cache, load_corpus, unknown_corpus
+from course_lib.data import DataError, corpora
+from course_lib.data.corpora import Corpus, Document
 from course_lib.data.samples import Packing, TokenDataset
 from course_lib.data.shards import FORMAT, ShardWriter, TokenShards, digest
 from course_lib.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
@@ -39,13 +40,15 @@ class DataConfig:
 
     def faults(self) -> list[str]:
         """Everything that is wrong with these values, each with the nearest valid choice."""
-        found = [unknown_corpus(self.corpus)]
-        if self.tokenizer != "bpe" and not Path(self.tokenizer).expanduser().is_file():
+        found = [corpora.unknown_corpus(self.corpus)]
+        if self.tokenizer != "bpe" and not os.path.isfile(os.path.expanduser(self.tokenizer)):
             found.append(f"tokenizer = {self.tokenizer!r} is no file; nearest: 'bpe'")
         if self.sequence_length < 1:
             found.append(f"sequence_length = {self.sequence_length} must be at least 1")
         if not 0 <= self.held_out < 1:
             found.append(f"held_out = {self.held_out} must be 0 or more and below 1")
+        if os.path.expanduser(self.cache or "").startswith("~"):
+            found.append(f"cache = {self.cache!r} is in the home of an unknown user")
         return [fault for fault in found if fault]
 
 
@@ -67,20 +70,23 @@ def prepare(config: DataConfig, vocab: int, fallback: str | None = None) -> Prep
 
     vocab: the model's vocabulary; "bpe" learns that many entries.
     fallback: corpus to take, with a warning, where `config.corpus` is unavailable.
-    Any number of processes may call it at once: one does the work, the others wait for it.
-    Raises ValueError for impossible settings, otherwise as `load_corpus` and `load_tokenizer`.
+    Any number of processes may call it at once: one does the work, the others wait for it. Only
+    a corpus that is not in the cache yet is downloaded by each of them, and may fail in each.
+    Raises ValueError for impossible settings, DataError for a damaged or unusable cache,
+    otherwise as `load_corpus` and `load_tokenizer`.
     """
     if faults := config.faults():
         raise ValueError("\n".join(f"[data] {fault}" for fault in faults))
-    cache = Path(config.cache).expanduser() if config.cache else default_cache()
-    corpus = load_corpus(config.corpus, cache, fallback)
-    own = Path(config.tokenizer).expanduser()
+    cache = Path(os.path.expanduser(config.cache or corpora.default_cache()))
+    corpus = corpora.load_corpus(config.corpus, cache, fallback)
+    own = os.path.expanduser(config.tokenizer)
     given = None if config.tokenizer == "bpe" else load_tokenizer(own, vocab)
     made_of = [corpus.sha256, given and given.sha256, vocab, config.held_out, config.seed]
-    directory = cache / "prepared" / f"{corpus.name}-{digest([FORMAT, *made_of])[:16]}"
-    if not directory.is_dir():
-        _fill_once(directory, partial(_build, corpus, given, vocab, config))
-    return _describe(directory, corpus.name, vocab, config)
+    directory = cache / "prepared" / f"{corpus.name[:40]}-{digest([FORMAT, *made_of])[:16]}"
+    with corpora.plain_errors(cache):
+        if not directory.is_dir():
+            _fill_once(directory, partial(_build, corpus, given, vocab, config))
+        return _describe(directory, corpus.name, vocab, config)
 
 
 def open_datasets(
@@ -119,8 +125,11 @@ def _build(
 def _describe(directory: Path, corpus: str, vocab: int, config: DataConfig) -> Prepared:
     train, tokenizer = directory / "train", directory / "tokenizer.json"
     held_out = directory / "held_out" if config.held_out else None
-    tokens = [TokenShards(folder, verify=False).sha256 for folder in (train, held_out) if folder]
-    tokens.append(load_tokenizer(tokenizer, vocab).sha256)
+    shards = [TokenShards(folder, verify=False) for folder in (train, held_out) if folder]
+    sha256 = load_tokenizer(tokenizer, vocab).sha256
+    for index in [s.directory / "index.json" for s in shards if s.tokenizer_sha256 != sha256]:
+        raise DataError(f"{tokenizer} is not what {index} was made with. Delete {directory}.")
+    tokens = [*(s.sha256 for s in shards), sha256]
     fingerprint = digest([tokens, vocab, config.sequence_length, config.packing, config.seed])
     return Prepared(corpus, directory, train, held_out, tokenizer, vocab, fingerprint)
 
@@ -129,7 +138,8 @@ class Split:
     """The text of a corpus, part by part, each with whether it is held out; read many times.
 
     Documents are drawn whole. Where that would hold out less than half or more than twice the
-    share, since there are few or very unequal documents, the end of each one is held out.
+    share, since there are few or very unequal documents, the end of each one is held out, from
+    a line's start if one is near enough to give 1 to 1.5 times the share.
     """
 
     def __init__(self, corpus: Corpus, share: float, seed: int) -> None:
@@ -157,8 +167,9 @@ class Split:
         if self.whole:
             yield document.text, drawn(document, self.share, self.seed)
         else:
-            wanted = round(len(document.text) * (1 - self.share))
-            cut = document.text.rfind("\n", 0, wanted) + 1 or wanted
+            wanted = int(len(document.text) * (1 - self.share))
+            near = int(len(document.text) * min(self.share, 1 - self.share) / 2)
+            cut = document.text.rfind("\n", wanted - near, wanted) + 1 or wanted
             yield document.text[:cut], False
             yield document.text[cut:], True
 
@@ -178,8 +189,9 @@ def _fill_once(directory: Path, fill: Callable[[Path], None]) -> None:
             import fcntl
 
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for left in directory.parent.glob(prefix + "*"):
-                shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
+            for left in directory.parent.iterdir():
+                if left.name.startswith(prefix):  # by a process that was killed
+                    shutil.rmtree(left, ignore_errors=True)
         if directory.is_dir():
             return
         with tempfile.TemporaryDirectory(prefix=prefix, dir=directory.parent) as temporary:

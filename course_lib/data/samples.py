@@ -24,7 +24,7 @@ class Sample(NamedTuple):
 
     tokens: np.ndarray  # (sequence,) int64
     labels: np.ndarray  # (sequence,) int64, the token that follows, or NO_TARGET
-    valid: int  # number of labels that are not NO_TARGET
+    valid: int  # number of real tokens, which come first; as many labels are not NO_TARGET
 
 
 class TokenDataset:

@@ -24,7 +24,7 @@ import numpy as np
 
 from course_lib.data import DataError
 
-FORMAT = 2  # counts up whenever the same text and settings give other files
+FORMAT = 3  # counts up whenever the same text and settings give other files
 BLOCK_BYTES = 1 << 20
 _POSITION = np.dtype("<i8")
 
@@ -183,8 +183,8 @@ def _read_index(path: Path) -> dict:
     if not path.is_file():
         raise _damage(path, "is missing: the folder holds no finished token shards")
     try:
-        index = json.loads(path.read_bytes())
-    except ValueError as problem:
+        index = dict(json.loads(path.read_bytes()))
+    except (TypeError, ValueError) as problem:
         raise _damage(path, f"is damaged: {problem}") from None
     if index.get("format") != FORMAT:
         raise _damage(path, f"has format {index.get('format')}; this version reads {FORMAT}")
@@ -200,6 +200,8 @@ def _read_index(path: Path) -> dict:
 def _map(directory: Path, entry: dict, dtype: np.dtype) -> np.ndarray:
     """A file of the index as an array, if it has the size that the index says."""
     path, expected = directory / entry["file"], entry["bytes"]
+    if Path(entry["file"]).name != entry["file"]:
+        raise _damage(directory / "index.json", f"names a file outside: {entry['file']!r}")
     if not path.is_file():
         raise _damage(path, "is missing")
     size = path.stat().st_size
