@@ -141,7 +141,7 @@ def test_shapes_that_transformers_does_not_have_are_refused():
         ({**GPT_JSON, "attn_pdrop": 0.2}, "attn_pdrop = 0.2, not 0.1: ours is one dropout"),
         ({**GPT_JSON, "scale_attn_by_inverse_layer_idx": True}, "only False"),
         ({**GPT_JSON, "n_head": 5}, "5 heads do not divide width 24"),
-        ({**GPT_JSON, "n_head": 0}, "must be at least 1"),
+        ({**GPT_JSON, "n_head": 0}, "heads 0 must be from 1"),
         ({**GPT_JSON, "quantization_config": {"bits": 4}}, "quantization_config"),
         ({**LLAMA_JSON, "attention_bias": True}, "mlp_bias = False, not True: ours is one bias"),
         ({**LLAMA_JSON, "hidden_act": "relu"}, "hidden_act = 'relu', only silu"),
