@@ -14,10 +14,11 @@ Names are loaded when they are first used, so that preparing data never imports 
 import importlib
 
 _MODULES = {
+    "config": ("DataConfig",),
     "corpora": ("CORPORA", "Corpus", "Document", "default_cache", "load_corpus"),
     "tokenizer": ("END_OF_TEXT", "TextTokenizer", "load_tokenizer", "train_tokenizer"),
     "shards": ("ShardWriter", "TokenShards", "token_dtype"),
-    "preparation": ("DataConfig", "Prepared", "open_datasets", "prepare"),
+    "preparation": ("Prepared", "open_datasets", "prepare"),
     "samples": ("NO_TARGET", "Sample", "TokenDataset", "permuted"),
     "batches": ("Batch", "batch", "evaluation_batches", "prefetch"),
 }

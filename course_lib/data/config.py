@@ -1,0 +1,34 @@
+"""The [data] section of the configuration."""
+
+import os.path
+from dataclasses import dataclass
+from typing import Annotated
+
+from course_lib.data import corpora
+from course_lib.data.samples import Packing
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What a model is trained on. The vocabulary is the model's: `model.vocab`."""
+
+    corpus: Annotated[str, "'shakespeare', 'python-docs', or a path of text"] = "shakespeare"
+    tokenizer: Annotated[str, "'bpe' (learned) or the path of a tokenizer.json"] = "bpe"
+    sequence_length: Annotated[int, "tokens in a sample"] = 256
+    packing: Annotated[Packing, "'stream': documents in a row; 'pad': each on its own"] = "stream"
+    held_out: Annotated[float, "share of the text kept for evaluation, 0 to below 1"] = 0.05
+    seed: Annotated[int, "decides the held-out documents and the order of samples"] = 0
+    cache: Annotated[str | None, "folder (default: ~/.cache/one-gpu-to-many)"] = None
+
+    def faults(self) -> list[str]:
+        """Everything that is wrong with these values, each with the nearest valid choice."""
+        found = [corpora.unknown_corpus(self.corpus)]
+        if self.tokenizer != "bpe" and not os.path.isfile(os.path.expanduser(self.tokenizer)):
+            found.append(f"tokenizer = {self.tokenizer!r} is no file; nearest: 'bpe'")
+        if self.sequence_length < 1:
+            found.append(f"sequence_length = {self.sequence_length} must be at least 1")
+        if not 0 <= self.held_out < 1:
+            found.append(f"held_out = {self.held_out} must be 0 or more and below 1")
+        if os.path.expanduser(self.cache or "").startswith("~"):
+            found.append(f"cache = {self.cache!r} is in the home of an unknown user")
+        return [fault for fault in found if fault]
