@@ -7,8 +7,9 @@ neither accumulation nor more ranks change the gradient, and fp16 never sees raw
 bf16 and fp16 mean: weights, gradients and optimizer state in fp32, matrix products in 16 bits
 under autocast. fp64 is for proofs.
 
-Papers: Loshchilov & Hutter 2019 (AdamW, arXiv 1711.05101; cosine, 1608.03983); Micikevicius et al.
-2018 (mixed precision and loss scaling, 1710.03740).
+Papers: Loshchilov & Hutter 2019 (AdamW, arXiv 1711.05101; cosine, 1608.03983); Hu et al. 2024
+(warm-up, stable, decay; 2404.06395); Micikevicius et al. 2018 (mixed precision and loss scaling,
+1710.03740).
 """
 
 import math
@@ -44,7 +45,11 @@ class TrainingConfig:
     lr: Annotated[float, "highest learning rate"] = 3e-3
     min_lr: Annotated[float, "what the schedule reaches at `steps`, as a fraction of lr"] = 0.1
     warmup: Annotated[int, "steps until the highest learning rate is used"] = 10
-    schedule: Annotated[Literal["cosine", "linear", "constant"], "decay after warm-up"] = "cosine"
+    schedule: Annotated[
+        Literal["cosine", "linear", "constant", "wsd"],
+        "decay after warm-up; wsd: constant, then a linear decay at the end",
+    ] = "cosine"
+    decay: Annotated[float, "share of the steps in which wsd decays, the last ones"] = 0.2
     weight_decay: Annotated[float, "decoupled, for matrices and embeddings only"] = 0.1
     beta1: Annotated[float, "AdamW's decay of the mean of gradients"] = 0.9
     beta2: Annotated[float, "AdamW's decay of the mean of squares"] = 0.95
@@ -72,6 +77,8 @@ class TrainingConfig:
                 found.append(f"{name} {getattr(self, name)} must be positive and finite")
         if not 0 <= self.min_lr <= 1:
             found.append(f"min_lr {self.min_lr} is a fraction of lr: from 0 to 1")
+        if not 0 < self.decay <= 1:
+            found.append(f"decay {self.decay} is a share of the steps: above 0, at most 1")
         if self.warmup > self.steps:
             found.append(f"warmup {self.warmup} exceeds the {self.steps} steps of the run")
         for name in ("beta1", "beta2"):
@@ -156,18 +163,47 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
     """Learning rate of the update number `step`, counted from 0; a pure function.
 
     Warm-up rises linearly and reaches `lr` at its last step, so the first update is never 0.
-    From there the decay falls to min_lr x lr at `steps`, and stays there.
+    From there, or from where wsd begins to decay, it falls to min_lr x lr at `steps`, and stays.
     """
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
-    peak = max(config.warmup - 1, 0)
-    progress = min((step - peak) / max(config.steps - peak, 1), 1.0)
+    start = max(config.warmup - 1, 0)
+    if config.schedule == "wsd":
+        start = max(start, config.steps - max(round(config.decay * config.steps), 1))
+    progress = min(max(step - start, 0) / max(config.steps - start, 1), 1.0)
     fall = {
         "cosine": (1 - math.cos(math.pi * progress)) / 2,
         "linear": progress,
         "constant": 0.0,
+        "wsd": progress,
     }[config.schedule]
     return config.lr * (1 - (1 - config.min_lr) * fall)
+
+
+@torch.no_grad()
+def adamw_update(
+    parameter: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    config: TrainingConfig,
+    step: int,
+    lr: float,
+    decays: bool = True,
+) -> None:
+    """AdamW's update number `step`, counted from 0, in its plainest form; changes all in place.
+
+    mean, square: the moments, shaped as the parameter; zeros before the first update. They start
+    too small, and dividing by 1 - beta ** updates corrects that.
+    The trainer's fused optimizer does the same (Loshchilov & Hutter, algorithm 2).
+    """
+    if decays:
+        parameter *= 1 - lr * config.weight_decay  # decoupled: not part of the gradient
+    mean += (1 - config.beta1) * (gradient - mean)
+    square += (1 - config.beta2) * (gradient**2 - square)
+    updates = step + 1
+    size = (square / (1 - config.beta2**updates)).sqrt() + config.eps
+    parameter -= lr * mean / (1 - config.beta1**updates) / size
 
 
 def make_optimizer(

@@ -22,6 +22,7 @@ from course_lib.training import (
     weight_dtype,
 )
 from tests import checks_core as core
+from tests import checks_training as proof
 from tests.checks_core import TINY, TWO, close, on_ranks, own_batches, parallelize, training_step
 
 ALONE = Mesh.single()
@@ -37,6 +38,16 @@ def test_every_token_weighs_the_same_in_micro_batches_of_unequal_length():
 @pytest.mark.trap("ACC-03")
 def test_loss_and_norm_do_not_depend_on_the_number_of_micro_batches():
     core.check_accumulation_counts(ALONE)
+
+
+@pytest.mark.trap("ACC-01")
+def test_gradients_of_1_2_3_and_8_micro_batches_are_those_of_the_undivided_batch():
+    proof.check_accumulation()
+
+
+@pytest.mark.trap("ACC-03")
+def test_2048_sequences_in_32_micro_batches_are_one_large_batch():
+    proof.check_accumulation(samples=2048, counts=(32,))
 
 
 @pytest.mark.trap("ACC-04")
@@ -141,6 +152,32 @@ def test_an_overflow_leaves_weights_rate_and_step_and_halves_the_scale():
     core.check_overflow_skipped_together(ALONE)
 
 
+@pytest.mark.trap("MP-04")
+def test_a_loss_scale_that_is_too_large_costs_steps_but_no_update():
+    """Nothing is injected: real gradients overflow until the scale is small enough."""
+    config = TrainingConfig(precision="fp16")
+    state = parallelize(TINY, config, ALONE)
+    state.scaler = LossScaler(scale=2.0**24, growth_interval=2)
+    applied, scales, before = [], [], core.bits(state)
+    for step in range(16):
+        rate = learning_rate(config, state.optimizer_step)
+        applied.append(training_step(state, own_batches(ALONE, step), rate, 1.0, "fp16").applied)
+        scales.append(math.log2(state.scaler.scale))
+        if not any(applied):
+            assert core.same(core.bits(state), before)
+    first = applied.index(True)
+    assert first > 0, "the scale did not overflow"
+    assert scales[:first] == [24 - skipped for skipped in range(1, first + 1)]
+    assert False in applied[first:], "it never grew too large again"
+    assert state.optimizer_step == sum(applied)
+    assert state.skipped == applied.count(False)
+
+
+@pytest.mark.trap("MP-04")
+def test_the_loss_scale_moves_as_that_of_torch():
+    proof.check_scale_moves_as_torchs()
+
+
 def test_the_loss_scale_grows_after_enough_good_steps_in_a_row():
     scaler = LossScaler(scale=8.0, growth_interval=3)
     seen = []
@@ -173,7 +210,12 @@ def test_the_rate_stays_at_its_lowest_after_the_end():
     core.check_decay_ends(ALONE)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.trap("LR-03")
+def test_every_schedule_at_its_start_its_joints_its_end_and_past_it():
+    proof.check_schedules()
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
 @pytest.mark.parametrize("warmup", [0, 1, 4, 20])
 def test_the_rate_rises_to_its_peak_and_never_again(schedule, warmup):
     config = TrainingConfig(lr=2.0, min_lr=0.25, warmup=warmup, steps=20, schedule=schedule)
@@ -183,7 +225,9 @@ def test_the_rate_rises_to_its_peak_and_never_again(schedule, warmup):
     assert all(b > a for a, b in pairwise(rates[: peak + 1]))
     after = rates[peak:21]  # no jump and no plateau where warm-up and decay meet
     if schedule != "constant":
-        assert all(b < a for a, b in pairwise(after))
+        falls = rates[max(peak, 16) : 21] if schedule == "wsd" else after
+        assert all(b < a for a, b in pairwise(falls))
+        assert all(b <= a for a, b in pairwise(after))
         assert all(math.isclose(rate, 0.5, abs_tol=1e-12) for rate in rates[20:])
     else:
         assert set(rates[peak:]) == {2.0}
@@ -204,6 +248,28 @@ def test_the_decay_starts_where_the_warm_up_ends():
     quarters = [learning_rate(cosine, step) for step in (3, 5, 7, 9, 11)]
     bend = math.sqrt(0.5) / 2
     assert quarters == pytest.approx([1, 0.5 + bend, 0.5, 0.5 - bend, 0], abs=1e-12)
+
+
+def test_wsd_is_constant_before_its_decay_and_linear_where_it_decays_in_all_steps():
+    def rates(steps, **changed):
+        config = TrainingConfig(warmup=5, steps=steps, **changed)
+        return [learning_rate(config, step) for step in range(steps + 5)]
+
+    assert rates(50, schedule="wsd", decay=1.0) == rates(50, schedule="linear")
+    assert rates(50, schedule="wsd", decay=0.5)[:25] == rates(50, schedule="constant")[:25]
+
+
+@pytest.mark.trap("LR-04")
+def test_a_wsd_run_can_be_made_longer_before_its_decay():
+    """The rates so far do not depend on the end, as those of cosine do: a branch can go on."""
+    short, long = (TrainingConfig(schedule="wsd", steps=n, decay=20 / n) for n in (100, 400))
+    assert all(learning_rate(short, step) == learning_rate(long, step) for step in range(80))
+    assert learning_rate(short, 81) < learning_rate(long, 81)
+
+
+def test_a_decay_shorter_than_a_step_takes_one():
+    config = TrainingConfig(lr=1.0, min_lr=0.0, warmup=0, steps=4, schedule="wsd", decay=1e-9)
+    assert [learning_rate(config, step) for step in range(6)] == [1, 1, 1, 1, 0, 0]
 
 
 @pytest.mark.trap("LR-04")
@@ -229,31 +295,14 @@ def test_matrices_decay_and_norms_and_biases_do_not():
     core.check_decay_groups(ALONE)
 
 
-def adamw_by_hand(weight, gradients, config: TrainingConfig, lr: float, decay: float):
-    """Loshchilov & Hutter 2019, algorithm 2, in the plainest form."""
-    mean = square = torch.zeros_like(weight)
-    for step, gradient in enumerate(gradients, start=1):
-        weight = weight * (1 - lr * decay)
-        mean = config.beta1 * mean + (1 - config.beta1) * gradient
-        square = config.beta2 * square + (1 - config.beta2) * gradient**2
-        corrected = (square / (1 - config.beta2**step)).sqrt() + config.eps
-        weight = weight - lr * mean / (1 - config.beta1**step) / corrected
-    return weight
+@pytest.mark.trap("LR-07")
+def test_adamw_from_scratch_the_fused_one_and_torchs_plainest_agree_over_50_steps():
+    proof.check_adamw()
 
 
-@pytest.mark.parametrize("decays", [True, False])
-def test_adamw_equals_its_definition(decays):
-    config = TrainingConfig(lr=0.01, weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-3)
-    start = torch.randn(5, 3, dtype=torch.float64)
-    gradients = [torch.randn(5, 3, dtype=torch.float64) for _ in range(6)]
-    weight = nn.Parameter(start.clone())
-    optimizer = make_optimizer(config, [(weight, decays)])
+def test_the_trainers_optimizer_is_fused():
+    optimizer = make_optimizer(TrainingConfig(), [(nn.Parameter(torch.ones(2)), True)])
     assert optimizer.defaults["fused"]
-    for gradient in gradients:
-        weight.grad = gradient.clone()
-        optimizer.step()
-    want = adamw_by_hand(start, gradients, config, 0.01, 0.3 if decays else 0.0)
-    assert torch.allclose(weight, want, rtol=1e-12, atol=0)
 
 
 @pytest.mark.trap("CK-05")
@@ -292,10 +341,10 @@ def test_all_faults_of_a_training_section_are_found_at_once():
     assert TrainingConfig().faults() == []
     wrong = TrainingConfig(
         steps=0, micro_batch=0, lr=0.0, min_lr=2.0, warmup=5, beta2=1.0, clip_norm=-1.0,
-        max_skipped=0, eps=math.nan, weight_decay=math.nan,
+        max_skipped=0, eps=math.nan, weight_decay=math.nan, decay=0.0,
     )  # fmt: skip
     found = wrong.faults()
     for name in ("steps", "micro_batch", "lr", "min_lr", "warmup", "beta2", "clip_norm",
-                 "max_skipped", "eps", "weight_decay"):  # fmt: skip
+                 "max_skipped", "eps", "weight_decay", "decay"):  # fmt: skip
         assert any(fault.startswith(f"{name} ") for fault in found), name
-    assert len(found) == 10
+    assert len(found) == 11
