@@ -71,7 +71,7 @@ def check_every_token_is_a_target_once(dataset: TokenDataset) -> None:
     assert len(dataset) > 0
     targets: Counter[int] = Counter()
     for number in range(len(dataset)):
-        tokens, labels, valid = dataset.window(number)
+        tokens, labels, valid, *_ = dataset.window(number)
         real = labels != -100
         assert valid == real.sum()
         assert real[:valid].all(), "labels are left out before the padding"

@@ -20,6 +20,8 @@ _MODULES = {
     "shards": ("ShardWriter", "TokenShards", "token_dtype"),
     "preparation": ("Prepared", "open_datasets", "prepare"),
     "samples": ("NO_TARGET", "Sample", "TokenDataset", "permuted"),
+    "mixtures": ("Mixture",),
+    "disk": ("EmulatedDisk",),
     "batches": ("Batch", "batch", "evaluation_batches", "prefetch"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

@@ -44,7 +44,15 @@ class Batch:
 
 def batch(dataset: TokenDataset, step: int, indices: Sequence[int], global_batch: int) -> Batch:
     """Samples `indices` (each 0 … global_batch - 1) of the global batch at a data step."""
-    return _stack([dataset.sample(step, i, global_batch) for i in indices], indices, step)
+    return to_batch(dataset.samples(step, indices, global_batch), indices, step)
+
+
+def to_batch(rows: Sample, indices: Sequence[int], step: int) -> Batch:
+    """Stacked samples as a batch; its tensors are the arrays' own memory."""
+    tokens, labels, positions = map(torch.from_numpy, (rows.tokens, rows.labels, rows.positions))
+    documents = None if rows.documents is None else torch.from_numpy(rows.documents)
+    samples = torch.tensor(list(indices))
+    return Batch(tokens, labels, positions, samples, step, documents, int(rows.valid.sum()))
 
 
 def evaluation_batches(
@@ -56,11 +64,10 @@ def evaluation_batches(
     rows that are left over have no labels. Summed over batches and ranks, nats / ln 2 /
     `dataset.text_bytes` are bits per byte, the same for every number of ranks. No mean of means.
     """
-    tokens = np.zeros(dataset.sequence_length, np.int64)
-    empty = Sample(tokens, np.full_like(tokens, NO_TARGET), 0)
     for numbers in evaluation_windows(len(dataset), rank, world_size, batch_size):
-        rows = [dataset.window(n) if n < len(dataset) else empty for n in numbers]
-        yield _stack(rows, numbers, step=0)
+        real = [n for n in numbers if n < len(dataset)]
+        rows = _with_empty_rows(dataset.windows(real), len(numbers) - len(real))
+        yield to_batch(rows, numbers, step=0)
 
 
 def evaluation_windows(count: int, rank: int, world_size: int, batch_size: int) -> Iterator[range]:
@@ -86,9 +93,11 @@ def prefetch(items: Iterable[T], depth: int = 2) -> Iterator[T]:
         pool.shutdown(cancel_futures=True)
 
 
-def _stack(rows: Sequence[Sample], indices: Sequence[int], step: int) -> Batch:
-    tokens = torch.from_numpy(np.stack([row.tokens for row in rows]))  # (batch, sequence)
-    labels = torch.from_numpy(np.stack([row.labels for row in rows]))
-    positions = torch.arange(tokens.shape[1]).repeat(len(rows), 1)
-    valid = sum(row.valid for row in rows)
-    return Batch(tokens, labels, positions, torch.tensor(list(indices)), step, valid=valid)
+def _with_empty_rows(rows: Sample, count: int) -> Sample:
+    """Samples with `count` rows more that have no labels."""
+
+    def longer(part: np.ndarray, fill: int) -> np.ndarray:
+        return np.concatenate([part, np.full((count, *part.shape[1:]), fill, part.dtype)])
+
+    fills = Sample(0, NO_TARGET, 0, 0, 0)
+    return Sample(*(None if p is None else longer(p, f) for p, f in zip(rows, fills)))

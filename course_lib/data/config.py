@@ -15,7 +15,9 @@ class DataConfig:
     corpus: Annotated[str, "'shakespeare', 'python-docs', or a path of text"] = "shakespeare"
     tokenizer: Annotated[str, "'bpe' (learned) or the path of a tokenizer.json"] = "bpe"
     sequence_length: Annotated[int, "tokens in a sample"] = 256
-    packing: Annotated[Packing, "'stream': documents in a row; 'pad': each on its own"] = "stream"
+    packing: Annotated[Packing, "'stream', 'documents' (kept apart) or 'pad' (each alone)"] = (
+        "stream"
+    )
     held_out: Annotated[float, "share of the text kept for evaluation, 0 to below 1"] = 0.05
     seed: Annotated[int, "decides the held-out documents and the order of samples"] = 0
     cache: Annotated[str | None, "folder (default: ~/.cache/one-gpu-to-many)"] = None

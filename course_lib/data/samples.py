@@ -2,11 +2,13 @@
 
 Nothing is shuffled in memory and nothing is remembered. The n-th sample ever trained on,
 n = step · global_batch + index, lies in epoch n // samples at position n % samples. Each epoch
-has its own permutation, which is computed for one position at a time, with integers only. So
+has its own permutation, which is computed for any positions alone, with integers only. So
 ranks, workers and resumed runs agree on the order without a word between them.
 """
 
 import hashlib
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from math import isqrt
 from typing import Literal, NamedTuple, get_args
 
@@ -16,26 +18,54 @@ from course_lib.data import DataError
 from course_lib.data.shards import TokenShards
 
 NO_TARGET = -100  # the label of a position that has no target; the loss leaves it out
-Packing = Literal["stream", "pad"]
+Packing = Literal["stream", "documents", "pad"]
 
 
 class Sample(NamedTuple):
-    """One window of tokens."""
+    """One window of tokens; or several, with a first axis of rows in every field."""
 
     tokens: np.ndarray  # (sequence,) int64
     labels: np.ndarray  # (sequence,) int64, the token that follows, or NO_TARGET
-    valid: int  # number of real tokens, which come first; as many labels are not NO_TARGET
+    valid: int | np.ndarray  # real tokens, which come first; as many labels are not NO_TARGET
+    positions: np.ndarray  # (sequence,) int64, place of each token in what it may attend to
+    documents: np.ndarray | None  # (sequence,) int64, its document: 0, 1, … in this window
 
 
-class TokenDataset:
+class Windows:
+    """What can be drawn from anything that has `locate`, `windows` and a length."""
+
+    def sample(self, step: int, index: int, global_batch: int) -> Sample:
+        """Sample `index` (0 … global_batch - 1) of the global batch at a data step."""
+        return self.window(self.locate(step, index, global_batch)[1])
+
+    def samples(self, step: int, indices: Iterable[int], global_batch: int) -> Sample:
+        """Several samples of one global batch, stacked."""
+        return self.windows([self.locate(step, i, global_batch)[1] for i in indices])
+
+    def window(self, number: int) -> Sample:
+        """Window `number` (0 … len - 1) in the order of the text."""
+        return Sample(*(part if part is None else part[0] for part in self.windows([number])))
+
+    def checked(self, numbers: Sequence[int]) -> np.ndarray:
+        """Window numbers as an array (numbers,); IndexError if one is outside 0 … len - 1."""
+        numbers = np.asarray(numbers, np.int64)
+        if numbers.size and not 0 <= numbers.min() <= numbers.max() < len(self):
+            raise IndexError(f"windows {numbers} are not all in 0 to {len(self) - 1}")
+        return numbers
+
+
+class TokenDataset(Windows):
     """Windows of tokens, in another order each epoch.
 
     sequence_length: tokens a window.
-    packing: "stream", windows over all documents in a row, of which only the last is padded; or
-        "pad", a window for each document or piece of one, so that label counts are uneven.
-    Every token but the first is a target exactly once an epoch, whatever the packing; with "pad",
-    a document's last target is the token that opens the next one. Raises DataError for too few
-    tokens for a window.
+    packing: "stream", windows over all documents in a row, of which only the last is padded;
+        "documents", the same windows, but no document leaks into another: positions restart at
+        0 in each, and `documents` tells attention which tokens belong together;
+        or "pad", a window for each document or piece of one, so that label counts are uneven.
+    Every token but the first is a target exactly once an epoch, whatever the packing. A document's
+    last target is the token that opens the next one. This is the same for all documents, so it
+    says "the text ends here" and nothing of the next text, whose first token is predicted from
+    its own opening token. Raises DataError for too few tokens for a window.
     """
 
     def __init__(
@@ -43,7 +73,7 @@ class TokenDataset:
     ) -> None:
         if packing not in get_args(Packing):
             raise ValueError(f"packing is {packing!r}; use one of {', '.join(get_args(Packing))}")
-        needed = sequence_length + 1 if packing == "stream" else 2
+        needed = 2 if packing == "pad" else sequence_length + 1
         if len(shards) < needed:
             raise DataError(
                 f"{shards.directory} holds {len(shards)} tokens; one window of {sequence_length} "
@@ -51,6 +81,7 @@ class TokenDataset:
             )
         self.shards = shards
         self.sequence_length = sequence_length
+        self.packing = packing
         self.seed = seed
         self.text_bytes = shards.text_bytes  # in UTF-8, the unit of bits per byte
         starts = shards.starts if packing == "pad" else [0]
@@ -58,35 +89,54 @@ class TokenDataset:
         self._ends = np.append(self._starts[1:], len(shards) - 1)  # (spans,) its last target
         counts = window_counts(self._ends - self._starts, sequence_length)
         self._windows = np.cumsum(counts)  # (spans,) windows up to the end of each span
+        self._before = self._windows - counts  # (spans,) and up to its start
 
     def __len__(self) -> int:
         return int(self._windows[-1])  # samples an epoch
 
     def locate(self, step: int, index: int, global_batch: int) -> tuple[int, int]:
         """The (epoch, window) of sample `index` of the global batch at a data step."""
-        if step < 0 or not 0 <= index < global_batch:
-            raise IndexError(f"no sample {index} at step {step}: a global batch has {global_batch}")
-        epoch, position = divmod(step * global_batch + index, len(self))
-        return epoch, permuted(position, len(self), self.seed, epoch)
+        epoch, position = divmod(ordinal(step, index, global_batch), len(self))
+        block, place = divmod(position, _BLOCK)
+        return epoch, int(_permuted_block(block, len(self), self.seed, epoch)[place])
 
-    def sample(self, step: int, index: int, global_batch: int) -> Sample:
-        """Sample `index` (0 … global_batch - 1) of the global batch at a data step."""
-        return self.window(self.locate(step, index, global_batch)[1])
+    def windows(self, numbers: Sequence[int]) -> Sample:
+        """Several windows, stacked."""
+        numbers = self.checked(numbers)
+        spans = self._windows.searchsorted(numbers, side="right")
+        begins = self._starts[spans] + (numbers - self._before[spans]) * self.sequence_length
+        valid = np.minimum(self._ends[spans] - begins, self.sequence_length)  # (rows,)
+        tokens = np.zeros((len(numbers), self.sequence_length), np.int64)
+        labels = np.full_like(tokens, NO_TARGET)
+        for row, (begin, count) in enumerate(zip(begins.tolist(), valid.tolist())):
+            ids = self.shards.read(begin, begin + count + 1)  # (count + 1,)
+            tokens[row, :count] = ids[:-1]
+            labels[row, :count] = ids[1:]
+        return Sample(tokens, labels, valid, *self._places(begins, valid))
 
-    def window(self, number: int) -> Sample:
-        """Window `number` (0 … len - 1) in the order of the text."""
-        if not 0 <= number < len(self):
-            raise IndexError(f"window {number} is outside 0 to {len(self) - 1}")
-        span = int(np.searchsorted(self._windows, number, side="right"))
-        before = int(self._windows[span - 1]) if span else 0
-        begin = int(self._starts[span]) + (number - before) * self.sequence_length
-        valid = min(self.sequence_length, int(self._ends[span]) - begin)
-        row = self.shards.read(begin, begin + valid + 1)  # (valid + 1,)
-        tokens = np.zeros(self.sequence_length, np.int64)
-        labels = np.full(self.sequence_length, NO_TARGET, np.int64)
-        tokens[:valid] = row[:-1]
-        labels[:valid] = row[1:]
-        return Sample(tokens, labels, valid)
+    def _places(self, begins: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Positions and, if documents are kept apart, their numbers: (rows, sequence) each."""
+        positions = np.empty((len(begins), self.sequence_length), np.int64)
+        positions[:] = np.arange(self.sequence_length)
+        if self.packing != "documents":
+            return positions, None
+        opens = np.zeros_like(positions)  # 1 where a document starts within the window
+        first = self.shards.starts.searchsorted(begins, side="right")
+        last = self.shards.starts.searchsorted(begins + valid)
+        for row in np.flatnonzero(first < last).tolist():
+            opens[row, self.shards.starts[first[row] : last[row]] - begins[row]] = 1
+        begun = np.maximum.accumulate(opens * positions, axis=1)  # where each token's document is
+        return positions - begun, np.cumsum(opens, axis=1)
+
+    def __reduce__(self) -> tuple:
+        return TokenDataset, (self.shards, self.sequence_length, self.packing, self.seed)
+
+
+def ordinal(step: int, index: int, global_batch: int) -> int:
+    """How many samples come before this one in the whole of training."""
+    if step < 0 or not 0 <= index < global_batch:
+        raise IndexError(f"no sample {index} at step {step}: a global batch has {global_batch}")
+    return step * global_batch + index
 
 
 def window_counts(targets: np.ndarray, sequence_length: int) -> np.ndarray:
@@ -94,21 +144,44 @@ def window_counts(targets: np.ndarray, sequence_length: int) -> np.ndarray:
     return -(-targets // sequence_length)
 
 
-def permuted(position: int, count: int, seed: int, epoch: int) -> int:
-    """Where a permutation of 0 … count - 1, chosen by (seed, epoch), takes a position.
+def permuted(position, count: int, seed: int, epoch: int):
+    """Where a permutation of 0 … count - 1, chosen by (seed, epoch), takes positions.
 
+    position: an int, or an array of them; returns the like.
     A Feistel network (Luby and Rackoff, 1988) permutes 0 … side² - 1, with side² just above
-    `count`. A result that is too large goes through it again until one is not, which keeps it a
+    `count`. Results that are too large go through it again until none is, which keeps it a
     permutation (Black and Rogaway, 2002).
     """
-    side = isqrt(count - 1) + 1
-    left, right = divmod(position, side)
-    for key in range(8):
-        left, right = right, (left + scrambled(right, key, seed, epoch)) % side
-    value = left * side + right
-    return value if value < count else permuted(value, count, seed, epoch)
+    keys = [np.uint64(scrambled(number, seed, epoch)) for number in range(8)]
+    side = np.uint64(isqrt(count - 1) + 1)
+    values = np.atleast_1d(np.asarray(position, np.uint64))
+    left, right = values // side, values % side
+    for key in keys:
+        left, right = right, (left + _mixed(right ^ key) % side) % side
+    values = left * side + right
+    again = values >= count
+    if again.any():
+        values[again] = permuted(values[again], count, seed, epoch)
+    return values.astype(np.int64) if np.ndim(position) else int(values[0])
 
 
 def scrambled(*numbers: int) -> int:
     """A hash of whole numbers: 64 bits, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest())
+
+
+_BLOCK = 1024  # positions whose places are computed at once, since numpy takes its time a call
+
+
+@lru_cache(maxsize=64)
+def _permuted_block(block: int, count: int, seed: int, epoch: int) -> np.ndarray:
+    """Where the permutation takes positions block · _BLOCK and on."""
+    first = block * _BLOCK
+    return permuted(np.arange(first, min(first + _BLOCK, count)), count, seed, epoch)
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """A bijection of uint64 in which each input bit moves each output bit (splitmix64's end)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -147,10 +147,14 @@ class TokenShards:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """A copy of tokens start … stop - 1: int64, (stop - start,)."""
-        parts = [np.empty(0, np.int64)]
-        for i in range(bisect_right(self._begins, start) - 1, bisect_left(self._begins, stop)):
-            parts.append(self._shards[i][max(start - self._begins[i], 0) : stop - self._begins[i]])
-        return np.concatenate(parts)
+        first, last = bisect_right(self._begins, start) - 1, bisect_left(self._begins, stop)
+        parts = [
+            self._shards[i][max(start - self._begins[i], 0) : stop - self._begins[i]]
+            for i in range(first, last)
+        ]
+        if len(parts) == 1:
+            return parts[0].astype(np.int64)
+        return np.concatenate([np.empty(0, np.int64), *parts])
 
     def __reduce__(self) -> tuple:
         return TokenShards, (self.directory, None, False)  # another process maps the same files

@@ -54,8 +54,8 @@ def test_labels_shifted_twice(tmp_path, monkeypatch):
     window = TokenDataset.window
 
     def shifted(self, number):
-        tokens, labels, valid = window(self, number)
-        return samples.Sample(tokens, np.append(labels[1:], -100), valid)
+        sample = window(self, number)
+        return sample._replace(labels=np.append(sample.labels[1:], -100))
 
     monkeypatch.setattr(TokenDataset, "window", shifted)
     must_fail(checks.check_every_token_is_a_target_once, dataset(tmp_path))
