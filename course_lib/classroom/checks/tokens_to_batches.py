@@ -1,0 +1,249 @@
+"""The exercises of "From tokens to batches": find a sample by arithmetic; pack whole documents."""
+
+from collections import Counter
+from collections.abc import Callable
+
+from .exercise import Exercise, WrongAnswer, on_ranks
+from .packing import grade_packing
+
+
+class Windows:
+    """What an answer may ask of a data set: how many windows it has, and its seed."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.count, self.seed = count, seed
+
+    def __len__(self) -> int:
+        return self.count
+
+
+_BATCH = 8
+_CASES = (Windows(37, 3), Windows(24, 4))  # 8 does not divide 37: a step may lie in two epochs
+_EPOCHS = 3
+
+Place = tuple[int, int]  # (step, index)
+
+
+def grade_locate(answer: Callable[[Windows, int, int, int], tuple[int, int]]) -> None:
+    """Ask for every sample of three epochs: pure, complete, disjoint, another order each epoch."""
+    if not callable(answer):
+        raise WrongAnswer("give the function itself: write its name without calling it.")
+    for windows in _CASES:
+        places = [divmod(n, _BATCH) for n in range(_EPOCHS * windows.count)]
+        found = {place: _asked(answer, windows, *place) for place in places}
+        _check_purity(answer, windows, found)
+        _check_epochs(windows, found)
+        _check_orders(windows, found)
+    _check_seed(answer)
+    _check_batch(answer, *_CASES)
+    _check_processes(answer, _CASES[0])
+
+
+def _asked(answer: Callable, windows: Windows, step: int, index: int) -> tuple[int, int]:
+    """One answer in its right form: (epoch, window), both int."""
+    given = answer(windows, step, index, _BATCH)
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise WrongAnswer(f"return two numbers, (epoch, window); yours: {given!r}.")
+    if any(not isinstance(number, int) or isinstance(number, bool) for number in given):
+        kinds = " and ".join(type(number).__name__ for number in given)
+        raise WrongAnswer(f"epoch and window must be whole numbers (int); yours: {kinds}.")
+    if not 0 <= given[1] < windows.count:
+        raise WrongAnswer(
+            f"{_where((step, index))}you return window {given[1]}; there are only windows 0 to "
+            f"{windows.count - 1}. Positions start again in each epoch: divide by len(dataset) "
+            "and keep the remainder."
+        )
+    return given
+
+
+def _check_purity(answer: Callable, windows: Windows, found: dict) -> None:
+    """Ask again: the last one first, and only every second one, as one of two workers would."""
+    first = next(iter(found))
+    if len({_asked(answer, windows, *first) for _ in range(4)}) > 1:
+        raise WrongAnswer(
+            f"{_where(first)}asked again at once, you return another window. Draw from no "
+            "generator and count nothing: compute the window from step, index and seed."
+        )
+    for places in ([*found][::-1], [*found][1::2]):
+        for place in places:
+            again = _asked(answer, windows, *place)
+            if again != found[place]:
+                raise WrongAnswer(
+                    f"{_where(place)}you return {found[place]}, and {again} when the samples are "
+                    "asked for in another order. The answer depends on the calls before it, so "
+                    "a second worker or a resumed run gets other samples."
+                )
+
+
+def _check_epochs(windows: Windows, found: dict) -> None:
+    """Every window once in an epoch, and the epoch's number right."""
+    count, places = windows.count, list(found)
+    for place in places[:count]:  # the first epoch
+        same = [other for other in places[:count] if found[other][1] == found[place][1]]
+        if len(same) > 1:
+            raise WrongAnswer(_overlap(windows, found, same))
+    for number, place in enumerate(places):
+        if found[place][0] != number // count:
+            told = f"{_where(place)}{number} samples come before it, and an epoch has {count}, so "
+            raise WrongAnswer(
+                f"{told}it lies in epoch {number // count}; you return epoch {found[place][0]}."
+                f"{_about_epoch(windows, place, found[place][0])}"
+            )
+    for epoch in range(1, _EPOCHS):
+        seen = Counter(found[place][1] for place in places[epoch * count : (epoch + 1) * count])
+        if len(seen) < count:
+            missing = min(set(range(count)) - set(seen))
+            raise WrongAnswer(
+                f"in epoch {epoch} window {missing} never comes, and window "
+                f"{seen.most_common(1)[0][0]} comes twice. Within an epoch the epoch's number "
+                "must not change: a step may lie in two epochs, so decide for each sample."
+            )
+
+
+def _overlap(windows: Windows, found: dict, same: list[Place]) -> str:
+    """Two samples of the first epoch are one window: say how that comes about."""
+    (step, index), (other_step, other_index) = same[:2]
+    told = (
+        f"sample {index} of step {step} and sample {other_index} of step {other_step} are both "
+        f"window {found[same[0]][1]}, though the first epoch is not over. "
+    )
+    first_step = {found[0, i][1] for i in range(_BATCH)}
+    if len(first_step) == 1:
+        return told + "Ranks overlap: the index in the global batch makes no difference."
+    places = list(found)[: windows.count]
+    if all(found[place] == found[0, place[1]] for place in places):
+        return told + "Every step is the same: the step makes no difference."
+    by_sum: dict[int, set] = {}
+    for place in places:
+        by_sum.setdefault(sum(place), set()).add(found[place])
+    if all(len(group) == 1 for group in by_sum.values()):
+        return told + (
+            "Ranks overlap: you add step and index. Before this step there were "
+            "step · global_batch samples, not step."
+        )
+    if all(found[place][0] == place[0] for place in places):
+        return told + "You take the step for the epoch: each step begins a new permutation."
+    if all(found[place][0] == place[0] // (windows.count // _BATCH) for place in places):
+        return told + _REMAINDER
+    steps = range(windows.count // _BATCH)
+    if all(len({found[step, i][1] for i in range(_BATCH)}) == _BATCH for step in steps):
+        return told + (
+            "The permutation changes within the epoch. It may depend on the seed and the epoch, "
+            "on nothing else."
+        )
+    return told + (
+        "Drawing windows one by one gives some of them twice and others never. Permute the "
+        "position in the epoch instead."
+    )
+
+
+_REMAINDER = (
+    "You let each epoch end with its last full batch, so the windows that are left over are never "
+    "trained on."
+)
+
+
+def _about_epoch(windows: Windows, place: Place, given: int) -> str:
+    step = place[0]
+    if given == step // (windows.count // _BATCH):
+        return " " + _REMAINDER
+    if given == step * _BATCH // windows.count:
+        return " You decide by the first sample of the step: count the index too."
+    return ""
+
+
+def _check_orders(windows: Windows, found: dict) -> None:
+    """The epochs' orders differ from each other and from the text's."""
+    in_order = [window for _, window in found.values()]
+    count = windows.count
+    orders = [in_order[epoch * count : (epoch + 1) * count] for epoch in range(_EPOCHS)]
+    if orders[0] == list(range(count)) == orders[1]:
+        raise WrongAnswer(
+            "windows come in the order of the text. Use a permutation: "
+            "permuted(position, len(dataset), seed, epoch)."
+        )
+    if orders[0] == orders[1] or orders[1] == orders[2]:
+        raise WrongAnswer(
+            "each window comes once an epoch, but in the same order each epoch. The permutation "
+            "must depend on the epoch, too."
+        )
+    shifts = {(b - a) % count for a, b in zip(orders[0], orders[1])}
+    if len(shifts) == 1:
+        raise WrongAnswer(
+            "each epoch is the first one with a number added to every window, so neighbors stay "
+            "neighbors. Give the epoch to the permutation."
+        )
+
+
+def _check_seed(answer: Callable) -> None:
+    by_seed = [
+        [_asked(answer, Windows(37, seed), *divmod(n, _BATCH)) for n in range(37)]
+        for seed in (1, 2)
+    ]
+    if by_seed[0] == by_seed[1]:
+        raise WrongAnswer("seeds 1 and 2 give the same order: use dataset.seed.")
+
+
+def _check_batch(answer: Callable, *cases: Windows) -> None:
+    """The n-th sample is the same one whatever the size of the global batch."""
+    for windows in cases:
+        for n in range(windows.count):
+            by_batch = {size: answer(windows, *divmod(n, size), size) for size in (2, 4, 8)}
+            if len(set(by_batch.values())) > 1:
+                raise WrongAnswer(
+                    f"{n} samples come before it, but with global batches of 2, 4 and 8 you "
+                    f"return {', '.join(map(str, by_batch.values()))}. Only the number of "
+                    "samples before it may count: step · global_batch + index."
+                )
+
+
+def _check_processes(answer: Callable, windows: Windows) -> None:
+    """A rank is another process, and often another machine."""
+    here = [_asked(answer, windows, *divmod(n, _BATCH)) for n in range(24)]
+
+    def on_a_rank():
+        return [answer(windows, *divmod(n, _BATCH), _BATCH) for n in range(24)]
+
+    if any(list(map(tuple, there)) != here for there in on_ranks(on_a_rank, 2).values):
+        raise WrongAnswer(
+            "another process returns other windows for the same step, index and seed. hash() of "
+            "a text, id() and process numbers differ between processes. Compute with numbers."
+        )
+
+
+def _where(place: Place) -> str:
+    return f"step {place[0]}, sample {place[1]} of {_BATCH}: "
+
+
+EXERCISES = (
+    Exercise(
+        name="tokens-to-batches/1",
+        title="the sample at (step, index)",
+        difficulty=2,
+        minutes=15,
+        hints=(
+            "How many samples came before this one in the whole of training? Each step before it "
+            "took global_batch of them.",
+            "divmod(that number, len(dataset)) gives the epoch and the position in it.",
+            "permuted(position, len(dataset), dataset.seed, epoch) is the window. Keep no list "
+            "and no counter.",
+        ),
+        solution="course_lib.data:TokenDataset.locate",
+        grade=grade_locate,
+    ),
+    Exercise(
+        name="tokens-to-batches/2",
+        title="pack whole documents",
+        difficulty=2,
+        minutes=20,
+        hints=(
+            "Build a row as four lists that grow together. When the next document does not fit, "
+            "fill the row up and begin a new one. Do not forget the last row.",
+            "A document of n tokens brings labels tokens[1:] + [-100], positions 0 … n - 1, and n "
+            "times its own number.",
+            "Fill up with tokens 0, labels -100, positions 0, and a number that no document has.",
+        ),
+        solution="course_lib.classroom.checks.packing:pack",
+        grade=grade_packing,
+    ),
+)
