@@ -1,9 +1,10 @@
-"""Counting memory from the running code: what autograd keeps between forward and backward.
+"""Memory on one device: what autograd keeps between forward and backward; what the CPU keeps.
 
-The count is independent of any formula: every tensor that autograd saves is seen as it is saved,
-and tensors that share a storage count once.
+The count of saved bytes comes from the running code and is independent of any formula: every
+tensor that autograd saves is seen as it is saved, and tensors that share a storage count once.
 """
 
+import ctypes
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -51,3 +52,17 @@ def count_saved_activations(excluded: Iterable[Tensor] = ()) -> Iterator[SavedAc
 def _key(storage: torch.UntypedStorage) -> int:
     # Of the storage itself: on the meta device every memory address is 0.
     return storage._cdata
+
+
+def keep_freed_memory() -> bool:
+    """Let the process keep the CPU memory that tensors free; returns whether it could be set.
+
+    By default glibc gives blocks over 32 MB back at once, and the kernel clears their pages again
+    at the next use: a few percent of a training step on a CPU. Other systems stay as they are.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    trim_threshold, mmap_max = -1, -4  # the parameters' numbers in malloc.h
+    return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, 2**31 - 1))

@@ -12,6 +12,7 @@ from course_lib.checkpoint import CheckpointError
 from course_lib.collectives import CollectiveError
 from course_lib.config import ConfigError
 from course_lib.data import CorpusUnavailable, DataError
+from course_lib.memory import keep_freed_memory
 from course_lib.mesh import Mesh, make_mesh
 from course_lib.trainer.loop import RunInUse, Trainer, TrainingDiverged
 from course_lib.trainer.settings import Config, Layout, load_config
@@ -67,6 +68,8 @@ class Process:
 def start(config: Config, layout: Layout, process: Process) -> Mesh:
     """Choose this rank's device, join the process group, arrange the mesh."""
     device = choose_device(config, process)
+    if device.type == "cpu":
+        keep_freed_memory()
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True)
     if process.world_size == 1:

@@ -2,9 +2,10 @@
 
     python tests/bench/step.py [--threads 1 2] [--batch 8] [--rounds 15]
 
-Both models have the same shape, weights, data, loss and fused AdamW (fp32). One process runs the
-sgemm peak, our step and theirs in turn, round by round; figures are medians over the rounds. Rounds
-in which other processes used the CPUs are left out, where /proc/stat tells and enough are left.
+Both models have the same shape, weights, data, loss and fused AdamW (fp32), and both may keep the
+memory that they free, as the trainer does. One process runs the sgemm peak, our step and theirs in
+turn, round by round; figures are medians over the rounds. Rounds in which other processes used the
+CPUs are left out, where /proc/stat tells and enough are left.
 
 FLOPs by two conventions: "full" counts all sequence x sequence attention scores (as PaLM's MFU and
 FlopCounterMode do), "causal" half of them, the part that is needed. The fused attention kernel
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from course_lib.checkpoint.hugging_face import export_weights
 from course_lib.checkpoint.hugging_face_config import config_to_hugging_face
+from course_lib.memory import keep_freed_memory
 from course_lib.model import ModelConfig, build, count_flops, parameter_spec
 from course_lib.training import TrainingConfig, loss_sum, make_optimizer
 
@@ -60,6 +62,7 @@ def main() -> None:
 def measure(threads: int, batch: int, rounds: int) -> dict[str, float]:
     """Medians of one interleaved run on so many threads."""
     torch.set_num_threads(threads)
+    keep_freed_memory()
     ours, theirs = steps(batch)
     agree(ours(), theirs())
     peaks = {size: sgemm(size) for size in SGEMM_SIZES}

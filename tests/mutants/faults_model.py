@@ -273,8 +273,9 @@ def change_loss_backward(put: Put, change: Callable) -> None:
 
 
 def ignored_labels_have_a_gradient(put: Put) -> None:
-    def change(gradient, upstream, logits, labels):
-        return torch.where((labels == -100)[:, None], logits.softmax(-1) * upstream, gradient)
+    def change(gradient, upstream, log_probabilities, labels):
+        ignored = (labels == -100)[:, None]
+        return torch.where(ignored, log_probabilities.exp() * upstream, gradient)
 
     change_loss_backward(put, change)
 
