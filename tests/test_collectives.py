@@ -60,9 +60,9 @@ def test_equal_counters_end_in_any_order():
     one, two = first.__enter__(), second.__enter__()
     assert one == two
     first.__exit__(None, None, None)
-    assert [counter is two for counter in collectives._counters] == [True]
+    assert [counter is two for counter in collectives.traffic._counters] == [True]
     second.__exit__(None, None, None)
-    assert not collectives._counters
+    assert not collectives.traffic._counters
 
 
 def check_pieces(mesh: Mesh) -> None:

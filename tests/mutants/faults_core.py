@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from course_lib import collectives, gradients, model, parameters, training
+from course_lib import collectives, data_parallel, gradients, model, parameters, training
 from course_lib.model import Transformer
 from course_lib.model.randomness import Noise
 from course_lib.trainer import step
@@ -36,14 +36,14 @@ class Fault:
 
 
 def average_over_ranks(put: Put) -> None:
-    right = gradients.sum_over_ranks
+    right = data_parallel.sum_flattened
 
     def average(records, mesh):
         right(records, mesh)
         for record in records:
             record.parameter.grad /= mesh.size("dp")
 
-    put(gradients, "sum_over_ranks", average)
+    put(data_parallel, "sum_flattened", average)
 
 
 def divide_by_accumulation_too(put: Put) -> None:
@@ -123,8 +123,8 @@ def figures_kept(put: Put) -> None:
 
 
 def one_gradient_forgotten(put: Put) -> None:
-    right = gradients.sum_over_ranks
-    put(gradients, "sum_over_ranks", lambda records, mesh: right(records[1:], mesh))
+    right = data_parallel.sum_flattened
+    put(data_parallel, "sum_flattened", lambda records, mesh: right(records[1:], mesh))
 
 
 def partial_gradients_forgotten(put: Put) -> None:
@@ -160,17 +160,17 @@ def rank_without_targets_returns(put: Put) -> None:
 
 
 def strided_gradients_sent_as_they_are(put: Put) -> None:
-    put(collectives, "_require_contiguous", lambda tensor: None)
+    put(collectives.operations, "_require_contiguous", lambda tensor: None)
 
     def sum_over_ranks(records, mesh):
         for record in records:
             collectives.all_reduce(record.parameter.grad, mesh.group("dp"), "gradients").wait()
 
-    put(records, "sum_over_ranks", sum_over_ranks)
+    put(records, "sum_flattened", sum_over_ranks)
 
 
 def strided_tensors_accepted(put: Put) -> None:
-    put(collectives, "_require_contiguous", lambda tensor: None)
+    put(collectives.operations, "_require_contiguous", lambda tensor: None)
 
 
 # -------------------------------------------------------------------------- norm, clip and skip
@@ -183,13 +183,13 @@ def clip(records, norm: float) -> None:
 
 
 def clip_before_sum(put: Put) -> None:
-    right = gradients.sum_over_ranks
+    right = data_parallel.sum_flattened
 
     def sum_clipped(records, mesh):
         clip(records, 0.05)
         right(records, mesh)
 
-    put(gradients, "sum_over_ranks", sum_clipped)
+    put(data_parallel, "sum_flattened", sum_clipped)
 
 
 def clip_every_micro_batch(put: Put) -> None:
@@ -279,13 +279,13 @@ def skip_decided_by_each_rank(put: Put) -> None:
             record.parameter.grad.nan_to_num_(0, 0, 0)
         total(found, mesh)
 
-    total = gradients.sum_over_ranks
+    total = data_parallel.sum_flattened
 
     def finish_gradients(*arguments, **named):
         done = right(*arguments, **named)
         return replace(done, finite=local.pop())
 
-    put(gradients, "sum_over_ranks", sum_over_ranks)
+    put(data_parallel, "sum_flattened", sum_over_ranks)
     put(step, "finish_gradients", finish_gradients)
 
 

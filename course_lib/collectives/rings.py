@@ -1,0 +1,1 @@
+"""Collectives built from messages between two ranks: what happens inside an all-reduce."""
