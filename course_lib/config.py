@@ -120,12 +120,23 @@ def _fit(value: Any, hint: Any) -> tuple[Any, str | None]:
             return None, None
         value, fault = _fit(value, next(option for option in options if option is not type(None)))
         return value, fault and fault.replace(", not ", " or none, not ")
+    if origin is dict:
+        return _fit_table(value, options[1])
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value), None
     if isinstance(value, hint) and not (hint is not bool and isinstance(value, bool)):
         return value, None
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
     return value, f"must be {names.get(hint, hint)}, not {type(value).__name__}"
+
+
+def _fit_table(value: Any, hint: Any) -> tuple[Any, str | None]:
+    """A table with values of the hinted type."""
+    if not isinstance(value, Mapping):
+        return value, f"must be a table such as {{name = 0.5}}, not {type(value).__name__}"
+    fitted = {key: _fit(item, hint) for key, item in value.items()}
+    faults = [f"{key} {fault}" for key, (_, fault) in fitted.items() if fault]
+    return {key: item for key, (item, _) in fitted.items()}, "; ".join(faults) or None
 
 
 def _apply(overrides: list[str], tables: dict, sections: Mapping[str, type]) -> list[str]:
@@ -143,9 +154,14 @@ def _apply(overrides: list[str], tables: dict, sections: Mapping[str, type]) -> 
         table = tables.setdefault(section, {})
         if isinstance(table, dict):
             hint = typing.get_type_hints(sections[section]).get(key)
-            is_text = str in (hint, *typing.get_args(hint)) and not raw.startswith(('"', "'"))
+            is_text = str in _alternatives(hint) and not raw.startswith(('"', "'"))
             table[key] = raw if is_text else _parse(raw)  # --run.directory=7 is a name
     return faults
+
+
+def _alternatives(hint: Any) -> tuple:
+    """The types of which a value may be one."""
+    return (hint,) if typing.get_origin(hint) is dict else (hint, *typing.get_args(hint))
 
 
 def _parse(raw: str) -> Any:
@@ -172,6 +188,8 @@ def to_toml(sections: Mapping[str, Any]) -> str:
 def _show(value: Any) -> str:
     if value is None:
         return '"none"'
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_show(key)} = {_show(item)}" for key, item in value.items()) + "}"
     if isinstance(value, float):
         return repr(value)  # also inf and nan, which JSON writes otherwise
     # TOML has no surrogate pairs, and wants DEL escaped, which JSON does not.

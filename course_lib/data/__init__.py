@@ -6,7 +6,7 @@ memory-mapped token files once (`prepare`); after that, the sample at (step, ind
 function of the data and the seed (`TokenDataset.sample`), and a batch is a few such samples.
 
     text -> documents -> tokens -> shards on disk      corpora, tokenizer, shards, preparation
-    (step, index) -> window -> sample -> batch         samples, batches
+    (step, index) -> window -> sample -> batch         samples, mixtures, batches, loading
 
 Names are loaded when they are first used, so that preparing data never imports torch.
 """
@@ -18,11 +18,12 @@ _MODULES = {
     "corpora": ("CORPORA", "Corpus", "Document", "default_cache", "load_corpus"),
     "tokenizer": ("END_OF_TEXT", "TextTokenizer", "load_tokenizer", "train_tokenizer"),
     "shards": ("ShardWriter", "TokenShards", "token_dtype"),
-    "preparation": ("Prepared", "open_datasets", "prepare"),
+    "preparation": ("Prepared", "prepare"),
     "samples": ("NO_TARGET", "Sample", "TokenDataset", "permuted"),
-    "mixtures": ("Mixture",),
+    "mixtures": ("Mixture", "open_datasets"),
     "disk": ("EmulatedDisk",),
-    "batches": ("Batch", "batch", "evaluation_batches", "prefetch"),
+    "batches": ("Batch", "batch", "evaluation_batches", "micro_batches", "to_batch"),
+    "loading": ("DataWorkerDied", "fetch_ahead", "prefetch"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = sorted([*_HOME, "CorpusUnavailable", "DataError"])

@@ -1,18 +1,13 @@
-"""Batches: samples stacked into tensors, fetched ahead, and the batches of an evaluation."""
+"""Batches: samples as tensors, for training and for an evaluation."""
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from course_lib.data.samples import NO_TARGET, Sample, TokenDataset
-
-T = TypeVar("T")
+from course_lib.data.samples import NO_TARGET, Sample, Windows
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +37,7 @@ class Batch:
         return replace(self, **{n: t.to(device, non_blocking=True) for n, t in tensors.items()})
 
 
-def batch(dataset: TokenDataset, step: int, indices: Sequence[int], global_batch: int) -> Batch:
+def batch(dataset: Windows, step: int, indices: Sequence[int], global_batch: int) -> Batch:
     """Samples `indices` (each 0 … global_batch - 1) of the global batch at a data step."""
     return to_batch(dataset.samples(step, indices, global_batch), indices, step)
 
@@ -55,8 +50,18 @@ def to_batch(rows: Sample, indices: Sequence[int], step: int) -> Batch:
     return Batch(tokens, labels, positions, samples, step, documents, int(rows.valid.sum()))
 
 
+def micro_batches(rows: Sample, indices: Sequence[int], step: int, size: int) -> list[Batch]:
+    """The same, cut into batches of `size` rows."""
+    parts = []
+    for at in range(0, len(indices), size):
+        own = slice(at, at + size)
+        cut = Sample(*(field if field is None else field[own] for field in rows))
+        parts.append(to_batch(cut, indices[own], step))
+    return parts
+
+
 def evaluation_batches(
-    dataset: TokenDataset, rank: int, world_size: int, batch_size: int
+    dataset: Windows, rank: int, world_size: int, batch_size: int
 ) -> Iterator[Batch]:
     """This rank's batches of an evaluation in which each target counts exactly once.
 
@@ -75,22 +80,6 @@ def evaluation_windows(count: int, rank: int, world_size: int, batch_size: int) 
     for first in range(0, count, world_size * batch_size):
         start = first + rank * batch_size
         yield range(start, start + batch_size)
-
-
-def prefetch(items: Iterable[T], depth: int = 2) -> Iterator[T]:
-    """Yield `items` in order while a thread makes `depth` (1 or more) of them ahead.
-
-    An exception in the thread is raised here, in its place. Leaving the loop stops the thread.
-    """
-    source, end = iter(items), object()
-    pool = ThreadPoolExecutor(1, "prefetch")
-    try:
-        ahead = deque(pool.submit(next, source, end) for _ in range(depth))
-        while (item := ahead.popleft().result()) is not end:
-            ahead.append(pool.submit(next, source, end))
-            yield item
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _with_empty_rows(rows: Sample, count: int) -> Sample:

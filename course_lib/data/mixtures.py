@@ -8,15 +8,21 @@ n alone, and the shares hold over every stretch: of any N samples in a row, a so
 its share, give or take less than 2 · (sources - 1).
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 
-from course_lib.data.config import DataConfig
-from course_lib.data.samples import Packing, Sample, TokenDataset, Windows, ordinal, scrambled
+from course_lib.data.config import DataConfig, weight_faults
+from course_lib.data.samples import (
+    Packing,
+    Sample,
+    TokenDataset,
+    Windows,
+    ordinal,
+    scrambled,
+)
 from course_lib.data.shards import TokenShards
 
 
@@ -125,13 +131,3 @@ def _open(
 
 def _mixed(datasets: list, weights: list, seed: int) -> TokenDataset | Mixture:
     return datasets[0] if len(datasets) == 1 else Mixture(datasets, weights, seed)
-
-
-def weight_faults(weights: Mapping) -> list[str]:
-    """What is wrong with weights, by the name of their source."""
-    found = [
-        f"weight {weight} of {name!r} must be a number from 0 to below infinity"
-        for name, weight in weights.items()
-        if not (0 <= weight < math.inf)
-    ]
-    return found or ([] if sum(weights.values()) > 0 else ["a mixture needs a positive weight"])

@@ -1,0 +1,173 @@
+"""Loading ahead: threads or processes make the next items while this one is computed with.
+
+An item is a function of its step alone, so workers need no order among themselves: each takes the
+next step, and the consumer takes the items in order. Threads suffice where making an item means
+waiting or copying, since both let go of Python's lock. Where it means computing in Python, take
+processes. They are plain subprocesses that talk over pipes, each served by a thread here: nothing
+imports the caller's `__main__` again, or torch if the items need none, and a worker ends when its
+pipe does, so none outlives this process, however it ends.
+"""
+
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext, suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import BinaryIO, Literal, TypeVar, get_args
+
+import cloudpickle
+
+T = TypeVar("T")
+WorkerKind = Literal["thread", "process"]
+
+
+class DataWorkerDied(RuntimeError):
+    """A worker process ended before its item was made."""
+
+
+def fetch_ahead(
+    make: Callable[[int], T],
+    steps: Iterable[int],
+    workers: int = 1,
+    kind: WorkerKind = "thread",
+    depth: int = 2,
+) -> Iterator[T]:
+    """Yield `make(step)` for each of `steps`, in order, made ahead by `workers`.
+
+    make: for processes, it and the items must survive pickling; functions of a notebook do.
+    workers: how many items are in the making at once. With 0, each is made when asked for.
+    depth: items ahead of the one in use, made or in the making; at least `workers`.
+    An exception of `make` is raised here, in its item's place; DataWorkerDied if a process ends.
+    Leaving the loop, or closing the generator, ends the workers.
+    """
+    if kind not in get_args(WorkerKind):
+        raise ValueError(f"workers are {kind!r}; use one of {', '.join(get_args(WorkerKind))}")
+    if workers == 0:
+        yield from map(make, steps)
+        return
+    steps, pool = iter(steps), ThreadPoolExecutor(workers, "prefetch")
+    crew = closing(_Crew(make, workers)) if kind == "process" else nullcontext(make)
+    try:
+        with crew as make:  # its end frees threads that wait for a process
+            first = itertools.islice(steps, max(depth, workers))
+            ahead = deque(pool.submit(make, step) for step in first)
+            while ahead:
+                item = ahead.popleft().result()
+                ahead.extend(pool.submit(make, step) for step in itertools.islice(steps, 1))
+                yield item
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def prefetch(items: Iterable[T], depth: int = 2) -> Iterator[T]:
+    """Yield `items` in order while a thread makes `depth` (1 or more) of them ahead."""
+    source, end = iter(items), object()
+    ahead = fetch_ahead(lambda _: next(source, end), itertools.count(), depth=depth)
+    with closing(ahead):
+        yield from itertools.takewhile(lambda item: item is not end, ahead)
+
+
+class _Crew:
+    """Processes that make items; called from as many threads."""
+
+    def __init__(self, make: Callable, size: int) -> None:
+        order = pickle.dumps(sys.path) + cloudpickle.dumps(make)
+        self._workers = [_Worker(order) for _ in range(size)]
+        self._free: SimpleQueue[_Worker] = SimpleQueue()
+        for worker in self._workers:
+            self._free.put(worker)
+
+    def __call__(self, step: int) -> object:
+        worker = self._free.get()
+        try:
+            item, problem = worker.ask(step)
+        finally:
+            self._free.put(worker)
+        if problem is not None:
+            raise problem
+        return item
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.wait()
+            for pipe in (worker.process.stdin, worker.process.stdout):
+                with suppress(OSError):  # what was still to be sent
+                    pipe.close()
+
+
+class _Worker:
+    """One process, started at once, and the pipes to it."""
+
+    # Who stops a run stops this process, which then ends its workers; Ctrl-C does not reach them.
+    _PROGRAM = (
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer)\n"
+        "from course_lib.data.loading import serve; serve()"
+    )
+
+    def __init__(self, order: bytes) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", self._PROGRAM],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0,
+        )  # fmt: skip
+        self._order = order  # sent with the first step
+
+    def ask(self, step: int) -> tuple[object, Exception | None]:
+        """The item of a step, or what went wrong."""
+        try:
+            self.process.stdin.write(self._order + pickle.dumps(step))
+            self.process.stdin.flush()
+            self._order = b""
+            return pickle.load(self.process.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            code = self.process.wait()
+            how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            raise DataWorkerDied(
+                f"data worker {self.process.pid} {how} while it made the item of step {step}. "
+                "If nobody ended it, the machine ran out of memory: take fewer data.workers."
+            ) from None
+
+
+def serve() -> None:
+    """A worker process: answer steps with items until the pipe ends."""
+    steps, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what `make` prints must not get among the answers
+    with suppress(EOFError):
+        make = _received(steps)
+        while True:
+            answers.write(_answer(make, pickle.load(steps)))
+            answers.flush()
+
+
+def _received(file: BinaryIO) -> Callable:
+    """The function that makes items; if it cannot be had here, one that says why."""
+    try:
+        return pickle.load(file)
+    except (ImportError, AttributeError) as problem:
+        return partial(_refuse, problem)
+
+
+def _refuse(problem: Exception, step: int) -> None:
+    raise problem
+
+
+def _answer(make: Callable, step: int) -> bytes:
+    try:
+        return pickle.dumps((make(step), None), protocol=5)
+    except Exception as problem:
+        problem.add_note(f"In a data worker:\n{traceback.format_exc()}")
+        try:
+            answer = pickle.dumps((None, problem))
+            pickle.loads(answer)
+        except Exception:  # it cannot travel; its words can
+            answer = pickle.dumps((None, RuntimeError(traceback.format_exc())))
+        return answer
