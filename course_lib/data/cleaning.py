@@ -1,0 +1,91 @@
+"""Cleaning: HTML and untidy Unicode become plain text, with nothing guessed.
+
+What a page shows stays, how it was marked up goes: tags, comments, scripts, character references,
+control characters, blanks at line ends. Only known names count as tags, so `a < b`, `vector<T>`
+and `<bucket-name>` stay. Text is composed (NFC), not folded (NFKC turns 10² into 102).
+
+Escaped markup is text (`&lt;p&gt;` shows `<p>`), so it stays escaped: cleaning twice changes
+nothing more. Bytes that are no UTF-8 never come this far: corpora refuse them by file and place,
+since whoever replaces them by U+FFFD or drops them has lost the text for good.
+"""
+
+import html
+import re
+import unicodedata
+
+# What HTML and the documentation of AWS use, by what it becomes.
+_PARAGRAPHS = (
+    "address article aside blockquote center div dl fieldset figure footer form h1 h2 h3 h4 h5 h6"
+    " header hr important main nav note ol p pre section table ul"
+)
+_LINES = "body br caption dd dt figcaption head html li option tbody td tfoot th thead title tr"
+_INLINE = (
+    "!doctype a abbr acronym b bdi bdo big button cite code col colgroup data del dfn em filename"
+    " font fullname i iframe img input ins kbd label legend link map mark meta object param picture"
+    " q replaceable s samp script select small source span strike strong style sub summary sup svg"
+    " template textarea time tt u var video wbr xhtml zonbook"
+)
+_TAGS = dict.fromkeys(_PARAGRAPHS.split(), "\n\n") | dict.fromkeys(_LINES.split(), "\n")
+_TAGS |= dict.fromkeys(_INLINE.split(), "")
+
+_HIDDEN = re.compile(  # its reach is bounded, or many that never end would take for ever
+    r"<!--.{0,100000}?-->|<(script|style)\b[^<>]{0,2000}>.{0,100000}?</\1\s{0,9}>", re.S | re.I
+)
+_NAME = r"</?(!?[a-z][a-z0-9]*)"  # a < without a > within 2,000 characters is just a sign
+_TAG = re.compile(_NAME + r"(?:[\s/][^<>]{0,2000})?>([ \t]*)", re.I)
+# Wider than _TAG, as a < may follow: once these are escaped, nothing can become a tag any more.
+_MARKUP = re.compile(_NAME + r"(?=(?:[\s/][^>]{0,2000})?>)|<!--", re.I)
+_REFERENCE = re.compile(r"&(?:#[0-9]{1,8}|#[xX][0-9a-fA-F]{1,8}|[a-zA-Z][a-zA-Z0-9]{1,31});")
+
+_UNSEEN = re.compile(r"[\x00-\x08\x0e-\x1b\x1f\x7f-\x9f\xad\u200b\u2060\ufeff\ufff9-\ufffb]")
+_SPACES = re.compile(r"[\xa0\u1680\u2000-\u200a\u202f\u205f\u3000]")
+_GAP = re.compile(r" (?<=\S )[ \t]+|\t(?<=\S\t)[ \t]*")  # within lines; indentation is code
+_LINE_END = re.compile(r"(?<![ \t])[ \t]+\n")
+_EMPTY_LINES = re.compile(r"\n{3,}")
+
+
+def clean(text: str) -> str:
+    """Plain text of a text that may hold HTML: `clean(clean(text)) == clean(text)`.
+
+    Paragraphs are set apart by one empty line, other blocks by a new line. Indentation stays,
+    other blanks in a row become one space. ZWJ and ZWNJ stay, since scripts and emoji need them.
+    """
+    text = _tidy(text)
+    if "<" in text:
+        text = _TAG.sub(_shown, _HIDDEN.sub("", text))
+    if "&" in text:
+        text = _tidy(_REFERENCE.sub(lambda found: html.unescape(found[0]), text))
+    text = _blanks(text)
+    if "&" in text:
+        text = _REFERENCE.sub(_escaped, text)
+    return _MARKUP.sub(_escaped_tag, text) if "<" in text else text
+
+
+def _tidy(text: str) -> str:
+    """One kind of line end, no control and zero-width characters, only plain blanks, NFC."""
+    text = _UNSEEN.sub("", "\n".join(text.splitlines()))
+    return text if text.isascii() else unicodedata.normalize("NFC", _SPACES.sub(" ", text))
+
+
+def _blanks(text: str) -> str:
+    """No blanks at line ends, single ones within lines, at most one empty line."""
+    if "  " in text or "\t" in text:
+        text = _GAP.sub(" ", text)
+    return _EMPTY_LINES.sub("\n\n", _LINE_END.sub("\n", text)).strip()
+
+
+def _shown(tag: re.Match) -> str:
+    """What a tag becomes; blanks after it stay only where no new line starts."""
+    shown = _TAGS.get(tag[1].lower())
+    return tag[0] if shown is None else shown or tag[2]
+
+
+def _escaped(reference: re.Match) -> str:
+    """A reference as text shows it, if reading it again would decode it."""
+    name = reference[0]
+    return name if html.unescape(name) == name else f"&amp;{name[1:]}"
+
+
+def _escaped_tag(start: re.Match) -> str:
+    known = start[1] is None or start[1].lower() in _TAGS
+    return f"&lt;{start[0][1:]}" if known else start[0]

@@ -1,0 +1,205 @@
+"""De-duplication: equal texts by their hash, nearly equal ones by MinHash, on disk.
+
+Two texts are nearly equal if they share most of their shingles, runs of five words: if their
+Jaccard similarity, shared shingles over all shingles of the two, reaches a threshold.
+
+To compare each text with each other one would take for ever. So each gets a signature: for 128
+hash functions, the least hash over its shingles. Two signatures agree in a place with a
+probability that is the similarity (Broder, 1997). Signatures are cut into bands, and only texts
+with an equal band are compared, by their shingles (locality-sensitive hashing: Leskovec, Rajaraman,
+Ullman, Mining of Massive Datasets, chapter 3). A shared licence header makes candidates at most.
+
+The index is a file, so memory does not grow with the corpus. Of equals, the first one is kept.
+"""
+
+import hashlib
+import re
+import sqlite3
+import zlib
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+WORDS = 5  # of a shingle, as in Lee et al., arXiv:2107.06499
+HASHES = 128  # of a signature: an estimated similarity is off by about 0.04
+CANDIDATES = 32  # of one band, the first ones; later texts with the same band are not noted in it
+
+_WORD = re.compile(r"[^\W\u3040-\u30ff\u3400-\u9fff]+|[\u3040-\u30ff\u3400-\u9fff]")
+_BLOCK = 1 << 12  # shingles that are hashed at once
+_RANDOM = np.random.Generator(np.random.PCG64(2026)).integers(0, 2**64, (2, HASHES), np.uint64)
+_FACTORS, _SHIFTS = _RANDOM | np.uint64(1)  # the same in every process: never change them
+_TABLES = """
+    PRAGMA journal_mode = WAL;
+    PRAGMA synchronous = NORMAL;
+    CREATE TABLE IF NOT EXISTS texts
+        (number INTEGER PRIMARY KEY, name TEXT, hash BLOB UNIQUE, shingles BLOB);
+    CREATE TABLE IF NOT EXISTS bands
+        (band INTEGER, number INTEGER, PRIMARY KEY (band, number)) WITHOUT ROWID;
+    CREATE TABLE IF NOT EXISTS notes (name TEXT PRIMARY KEY, value BLOB);
+"""
+
+
+class Verdict(NamedTuple):
+    """What a text is to those before it."""
+
+    kind: Literal["new", "exact", "near"]
+    of: str | None = None  # name of the first one, if the text repeats one
+    similarity: float = 0.0  # Jaccard similarity with that one
+
+
+class Sketch(NamedTuple):
+    """All that de-duplication needs of a text; made in any process."""
+
+    hash: bytes  # of the text
+    shingles: np.ndarray  # (shingles,) uint32, sorted, each once
+    bands: np.ndarray  # (bands,) int64
+
+
+def shingles(text: str) -> np.ndarray:
+    """The hashes of a text's shingles: uint64, (shingles,), sorted, each once.
+
+    Case and punctuation do not count. Chinese and Japanese characters are words of their own. A
+    text of fewer than `WORDS` words is one shingle.
+    """
+    words = [zlib.crc32(word.encode()) for word in _WORD.findall(text.lower())]
+    if not words:
+        return np.empty(0, np.uint64)
+    hashes = np.array(words, np.uint64)
+    runs = np.lib.stride_tricks.sliding_window_view(hashes, min(WORDS, len(words)))
+    places = np.uint64(0x9E3779B97F4A7C15) ** np.arange(1, runs.shape[1] + 1, dtype=np.uint64)
+    return np.unique(_mixed((runs * places).sum(1, dtype=np.uint64)))
+
+
+def signature(text: str) -> np.ndarray:
+    """The MinHash signature of a text: uint32, (HASHES,)."""
+    return _least_hashes(shingles(text))
+
+
+def similarity(one: np.ndarray, other: np.ndarray) -> float:
+    """The Jaccard similarity of two texts as their signatures estimate it."""
+    return float((one == other).mean())
+
+
+def jaccard(one: str, other: str) -> float:
+    """The Jaccard similarity of two texts: 0 for no common shingle, 1 for the same ones."""
+    return _jaccard(shingles(one), shingles(other))
+
+
+def band_rows(threshold: float) -> int:
+    """Hashes a band: the most with which 85 % of the pairs at the threshold share a band."""
+    rows = [r for r in (32, 16, 8, 4, 2) if 1 - (1 - threshold**r) ** (HASHES // r) >= 0.85]
+    return [*rows, 1][0]
+
+
+def sketch(text: str, threshold: float | None = 0.8) -> Sketch:
+    """What a `Deduplicator` of this threshold has to know of a text (None: equal texts only)."""
+    hashed = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    if threshold is None:
+        return Sketch(hashed, np.empty(0, np.uint32), np.empty(0, np.int64))
+    found = shingles(text)
+    rows = _least_hashes(found).reshape(-1, band_rows(threshold)).astype(np.uint64)
+    keys = np.zeros(len(rows) if found.size else 0, np.uint64)
+    for column in rows.T[:, : keys.size]:
+        keys = _mixed(keys + column)
+    numbered = _mixed(keys + np.arange(keys.size, dtype=np.uint64))
+    return Sketch(hashed, np.unique((found >> np.uint64(32)).astype("<u4")), numbered.view(np.int64))
+
+
+@dataclass
+class Deduplicator(AbstractContextManager):
+    """An index of texts on disk; to be used in a `with` block, and again later.
+
+    Shows each text in the order of the corpus. What `look` learned lies in the file once `note`
+    was called or the block was left; what came after is forgotten if the process dies.
+    """
+
+    path: str | Path  # of the index, which is made or gone on with
+    threshold: float | None = 0.8  # Jaccard similarity of near duplicates; None: only equal texts
+
+    def __post_init__(self) -> None:
+        if self.threshold is not None and not 0 < self.threshold <= 1:
+            raise ValueError(f"threshold {self.threshold} must be above 0 and at most 1")
+        self._rows = sqlite3.connect(self.path)
+        self._rows.executescript(_TABLES)
+
+    def look(self, name: str, text: str) -> Verdict:
+        """Whether a text is new, which enters it in the index, or what it repeats."""
+        return self.judge(name, sketch(text, self.threshold))
+
+    def judge(self, name: str, made: Sketch) -> Verdict:
+        """As `look`, of a sketch that was made elsewhere with the same threshold."""
+        same = self._one("SELECT name FROM texts WHERE hash = ?", made.hash)
+        if same:
+            return Verdict("exact", same[0], 1.0)
+        bands = made.bands.tolist()
+        near = self._nearest(made, bands)
+        if near is None:
+            self._enter(name, made, bands)
+            return Verdict("new")
+        return near
+
+    def note(self, name: str, value: bytes) -> None:
+        """Keep a note with all that was learned so far: both are in the file, or neither."""
+        self._rows.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, value))
+        self._rows.commit()
+
+    def noted(self, name: str) -> bytes | None:
+        """A note that was kept under this name."""
+        return (self._one("SELECT value FROM notes WHERE name = ?", name) or [None])[0]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._rows.commit()
+        self._rows.close()
+
+    def _nearest(self, made: Sketch, bands: list[int]) -> Verdict | None:
+        """The first of the texts that share a band and are similar enough."""
+        found = "SELECT number FROM bands WHERE band = ? LIMIT ?"
+        sharing = {row[0] for band in bands for row in self._rows.execute(found, (band, CANDIDATES))}
+        for number in sorted(sharing):
+            text = "SELECT name, shingles FROM texts WHERE number = ?"
+            name, stored = self._one(text, number)
+            if (alike := _jaccard(made.shingles, np.frombuffer(stored, "<u4"))) >= self.threshold:
+                return Verdict("near", name, alike)
+        return None
+
+    def _enter(self, name: str, made: Sketch, bands: list[int]) -> None:
+        row = (name, made.hash, made.shingles.tobytes())
+        number = self._rows.execute(
+            "INSERT INTO texts (name, hash, shingles) VALUES (?, ?, ?)", row
+        ).lastrowid
+        self._rows.executemany(
+            "INSERT INTO bands SELECT ?1, ?2 WHERE"
+            " (SELECT COUNT(*) FROM (SELECT 1 FROM bands WHERE band = ?1 LIMIT ?3)) < ?3",
+            [(band, number, CANDIDATES) for band in bands],
+        )
+
+    def _one(self, question: str, value: object) -> tuple | None:
+        return self._rows.execute(question, (value,)).fetchone()
+
+
+def _least_hashes(found: np.ndarray) -> np.ndarray:
+    least = np.full(HASHES, 2**64 - 1, np.uint64)
+    for start in range(0, found.size, _BLOCK):
+        block = found[start : start + _BLOCK, None]  # (shingles, 1)
+        np.minimum(least, (block * _FACTORS + _SHIFTS).min(0), out=least)
+    return (least >> np.uint64(32)).astype(np.uint32)
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """Each bit of the result depends on all bits (the end of splitmix64, Steele et al., 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _jaccard(one: np.ndarray, other: np.ndarray) -> float:
+    """Of sorted arrays without repeated values; two empty ones are equal."""
+    if not (one.size and other.size):
+        return float(one.size == other.size)
+    places = np.searchsorted(other, one).clip(max=other.size - 1)
+    shared = int((other[places] == one).sum())
+    return shared / (one.size + other.size - shared)
