@@ -97,8 +97,7 @@ class TokenDataset(Windows):
     def locate(self, step: int, index: int, global_batch: int) -> tuple[int, int]:
         """The (epoch, window) of sample `index` of the global batch at a data step."""
         epoch, position = divmod(ordinal(step, index, global_batch), len(self))
-        block, place = divmod(position, _BLOCK)
-        return epoch, int(_permuted_block(block, len(self), self.seed, epoch)[place])
+        return epoch, permuted(position, len(self), self.seed, epoch)
 
     def windows(self, numbers: Sequence[int]) -> Sample:
         """Several windows, stacked."""
@@ -144,40 +143,44 @@ def window_counts(targets: np.ndarray, sequence_length: int) -> np.ndarray:
     return -(-targets // sequence_length)
 
 
-def permuted(position, count: int, seed: int, epoch: int):
-    """Where a permutation of 0 … count - 1, chosen by (seed, epoch), takes positions.
+def permuted(position: int, count: int, seed: int, epoch: int) -> int:
+    """Where a permutation of 0 … count - 1, chosen by (seed, epoch), takes a position."""
+    block, place = divmod(position, _BLOCK)
+    return int(_permuted_block(block, count, seed, epoch)[place])
 
-    position: an int, or an array of them; returns the like.
+
+_BLOCK = 1024  # positions that are permuted together, since numpy takes its time for each call
+
+
+@lru_cache(maxsize=64)
+def _permuted_block(block: int, count: int, seed: int, epoch: int) -> np.ndarray:
+    """Where the permutation takes positions block · _BLOCK and on: int64, at most (_BLOCK,)."""
+    keys = [np.uint64(scrambled(number, seed, epoch)) for number in range(8)]
+    first, last = block * _BLOCK, min((block + 1) * _BLOCK, count)
+    return _feistel(np.arange(first, last, dtype=np.uint64), count, keys).astype(np.int64)
+
+
+def _feistel(values: np.ndarray, count: int, keys: list[np.uint64]) -> np.ndarray:
+    """A permutation of 0 … count - 1, applied to some of them: uint64, (values,).
+
     A Feistel network (Luby and Rackoff, 1988) permutes 0 … side² - 1, with side² just above
     `count`. Results that are too large go through it again until none is, which keeps it a
     permutation (Black and Rogaway, 2002).
     """
-    keys = [np.uint64(scrambled(number, seed, epoch)) for number in range(8)]
     side = np.uint64(isqrt(count - 1) + 1)
-    values = np.atleast_1d(np.asarray(position, np.uint64))
     left, right = values // side, values % side
     for key in keys:
         left, right = right, (left + _mixed(right ^ key) % side) % side
     values = left * side + right
     again = values >= count
     if again.any():
-        values[again] = permuted(values[again], count, seed, epoch)
-    return values.astype(np.int64) if np.ndim(position) else int(values[0])
+        values[again] = _feistel(values[again], count, keys)
+    return values
 
 
 def scrambled(*numbers: int) -> int:
     """A hash of whole numbers: 64 bits, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest())
-
-
-_BLOCK = 1024  # positions whose places are computed at once, since numpy takes its time a call
-
-
-@lru_cache(maxsize=64)
-def _permuted_block(block: int, count: int, seed: int, epoch: int) -> np.ndarray:
-    """Where the permutation takes positions block · _BLOCK and on."""
-    first = block * _BLOCK
-    return permuted(np.arange(first, min(first + _BLOCK, count)), count, seed, epoch)
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
