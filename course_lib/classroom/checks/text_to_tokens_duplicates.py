@@ -1,0 +1,146 @@
+"""The check of "find exact and near duplicates": small groups of texts, one for each mistake."""
+
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+from course_lib.data.deduplication import jaccard
+
+from .exercise import WrongAnswer
+
+THRESHOLD = 0.8
+Verdict = tuple[str, int | None]
+
+
+def find_duplicates(texts: Sequence[str], threshold: float) -> list[Verdict]:
+    """For each text ("new", None), ("exact", i) or ("near", i), where text i was kept.
+
+    Every text is compared with all kept ones: right, but only for few texts. `Deduplicator` finds
+    the same ones in an index.
+    """
+    verdicts: list[Verdict] = []
+    kept: dict[str, int] = {}  # text -> its place, in order
+    for place, text in enumerate(texts):
+        near = (i for other, i in kept.items() if jaccard(other, text) >= threshold)
+        if text in kept:
+            verdicts.append(("exact", kept[text]))
+        elif (first := next(near, None)) is not None:
+            verdicts.append(("near", first))
+        else:
+            verdicts.append(("new", None))
+            kept[text] = place
+    return verdicts
+
+
+def grade_deduplication(answer: Callable[[list[str], float], list[Verdict]]) -> None:
+    """Ask the answer about groups of texts, each made to show one mistake."""
+    if not callable(answer):
+        raise WrongAnswer("give the function itself: write its name without calling it.")
+    for group in groups():
+        given = answer(list(group.texts), THRESHOLD)
+        _must_be_verdicts(given, len(group.texts))
+        given = [tuple(verdict) for verdict in given]
+        right = find_duplicates(group.texts, THRESHOLD)
+        if given != right:
+            place = next(i for i, (one, other) in enumerate(zip(given, right)) if one != other)
+            raise WrongAnswer(_told(group, place, given[place], right[place]))
+
+
+class Group(NamedTuple):
+    """Texts that are looked at together, and what they are."""
+
+    what: str
+    texts: tuple[str, ...]
+
+
+@cache
+def groups() -> tuple[Group, ...]:
+    """The hidden texts; the tests hold that their similarities are what the words say."""
+    story, poem, header = _words(1, 60), _words(2, 60), _words(3, 48)
+    first, second = _edited(story, 30), _edited(story, 30, 45)
+    notice = " ".join(header)
+    return (
+        Group("copies", (" ".join(story), " ".join(poem), " ".join(story), " ".join(story))),
+        Group("an edited copy", (" ".join(poem), _edited(poem, 59), " ".join(story))),
+        Group("a copy in capitals", (" ".join(poem), " ".join(poem).upper(), " ".join(poem))),
+        Group(
+            "a common license header",
+            (
+                f"{notice} {' '.join(_words(4, 90))}",
+                f"{notice} {' '.join(_words(5, 9))}",
+                f"{notice} {' '.join(_words(6, 40))}",
+            ),
+        ),
+        Group("texts that share three quarters", (" ".join(story), _edited(story, 20, 40, 41))),
+        Group("a chain of edits", (" ".join(story), first, second)),
+    )
+
+
+def _words(seed: int, count: int) -> list[str]:
+    """Words that occur nowhere else."""
+    draw = random.Random(seed)
+    return ["".join(draw.choices("abcdefghijklmnoprstuvw", k=6)) for _ in range(count)]
+
+
+def _edited(words: list[str], *places: int) -> str:
+    return " ".join("edited" if place in places else w for place, w in enumerate(words))
+
+
+def _must_be_verdicts(given: object, texts: int) -> None:
+    form = '("new", None), ("exact", i) or ("near", i)'
+    if not isinstance(given, (list, tuple)):
+        kind = "nothing" if given is None else type(given).__name__
+        raise WrongAnswer(f"return a list with one verdict a text, {form}; yours returned {kind}.")
+    for verdict in given:
+        if not isinstance(verdict, (list, tuple)) or len(verdict) != 2:
+            raise WrongAnswer(f"each verdict is {form}; one of yours is {str(verdict)[:40]!r}.")
+    if len(given) != texts:
+        raise WrongAnswer(f"return one verdict a text: {texts}; yours returned {len(given)}.")
+
+
+def _told(group: Group, place: int, given: Verdict, right: Verdict) -> str:
+    """Name the mistake behind a wrong verdict."""
+    told = f"{group.what}: text {place} is {_said(right)}, yours says {_said(given)}. "
+    (kind, of), (wanted, _) = given, right
+    if of == place:
+        return told + "It is compared with itself. Compare with earlier texts only."
+    if of is not None and of > place:
+        return told + (
+            "The last copy is kept. Keep the first: a text is judged by what came before it, so "
+            "that the result does not depend on how many follow."
+        )
+    if kind != wanted and {kind, wanted} == {"exact", "near"}:
+        return told + (
+            "Exact means that all characters are equal; near means that the texts differ and "
+            "their shingles are alike. Ask for exact first."
+        )
+    return told + _reason(group, kind, wanted)
+
+
+def _reason(group: Group, kind: str, wanted: str) -> str:
+    """What usually lies behind a wrong verdict in this group."""
+    if kind == wanted:
+        return "Name the first one of its group."
+    if group.what == "a common license header" and wanted == "new":
+        return (
+            "A license header does not make two texts the same. Divide the common shingles by all "
+            "shingles of both texts, not by those of the shorter text, and compare whole texts."
+        )
+    if group.what == "texts that share three quarters" and wanted == "new":
+        return (
+            "Their Jaccard similarity is below the threshold. Divide the common shingles by those "
+            "of the union: each shingle counts once, not once for each text."
+        )
+    if group.what == "a chain of edits" and wanted == "new":
+        return (
+            "It is like a text that was dropped, but not like any text that is kept. Compare with "
+            "kept texts only; otherwise a chain of small edits removes a different text."
+        )
+    if wanted == "near":
+        return "An edited copy is a near duplicate: compare the shingles of the two texts."
+    return "Compare equal texts first, then shingles with the threshold."
+
+
+def _said(verdict: Verdict) -> str:
+    return "new" if verdict[0] == "new" else f"{verdict[0]} of {verdict[1]}"

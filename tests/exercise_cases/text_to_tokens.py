@@ -1,0 +1,257 @@
+"""Answers to the exercises of "From text to tokens"."""
+
+from collections import Counter, defaultdict
+
+from course_lib.data.bpe import SINGLE_BYTES, split
+from course_lib.data.deduplication import jaccard
+
+from . import Cases, Wrong
+
+# text-to-tokens/1: a learner's own loop over a list of all words; a mistake changes one line.
+
+
+def merges_stub(text, merges):
+    raise NotImplementedError
+
+
+def learn(text, merges, mistake=""):
+    pieces = [text.encode()] if mistake == "no words" else split(text)
+    if mistake == "each word once":
+        pieces = list(dict.fromkeys(pieces))
+    words = [[piece[i : i + 1] for i in range(len(piece))] for piece in pieces]
+    if mistake == "characters":
+        words = [list(piece.decode()) for piece in pieces]
+    number = {symbol: place for place, symbol in enumerate(SINGLE_BYTES)}
+    learned = []
+    for _ in range(merges):
+        counts = defaultdict(int)
+        for word in words:
+            last = None
+            for place in range(len(word) - 1):
+                pair = word[place], word[place + 1]
+                if mistake == "runs once" and pair[0] == pair[1] and last == place - 1:
+                    continue
+                last = place if pair[0] == pair[1] else None
+                counts[pair] += 1
+        most = max(counts.values(), default=0)
+        if most < (1 if mistake == "never stops" else 2):
+            break
+        tied = [pair for pair in counts if counts[pair] == most]
+        if mistake == "ties as met" or mistake == "characters":
+            pair = tied[0]
+        elif mistake == "ties by bytes":
+            pair = sorted(tied)[0]
+        else:
+            tied.sort(key=lambda pair: [number[symbol] for symbol in pair])
+            pair = tied[-1] if mistake == "last of the tied" else tied[0]
+        learned.append(pair)
+        number.setdefault(pair[0] + pair[1], len(number))
+        words = [joined(word, pair, mistake) for word in words]
+    return learned
+
+
+def joined(word, pair, mistake=""):
+    out, place = [], 0
+    while place < len(word):
+        if tuple(word[place : place + 2]) == pair:
+            out.append(pair[0] + pair[1])
+            place += 2
+            if mistake == "symbol used twice" and tuple(word[place - 1 : place + 1]) == pair:
+                place -= 1
+        else:
+            out.append(word[place])
+            place += 1
+    return out
+
+
+def learning(mistake):
+    return lambda text, merges: learn(text, merges, mistake)
+
+
+def counted_once(text, merges):
+    number = {symbol: place for place, symbol in enumerate(SINGLE_BYTES)}
+    counts = Counter()
+    for word in split(text):
+        counts.update((word[i : i + 1], word[i + 1 : i + 2]) for i in range(len(word) - 1))
+    order = sorted(counts, key=lambda p: (-counts[p], number[p[0]], number[p[1]]))
+    return [pair for pair in order if counts[pair] > 1][:merges]
+
+
+def tokens_instead(text, merges):
+    return [left + right for left, right in learn(text, merges)]
+
+
+# text-to-tokens/2
+
+
+def encoding_stub(text, merges):
+    raise NotImplementedError
+
+
+def encode(text, merges, mistake=""):
+    tokens = []
+    order = {"reversed": lambda m: m[::-1], "sorted": sorted}.get(mistake, list)(list(merges))
+    for word in split(text):
+        symbols = [word[i : i + 1] for i in range(len(word))]
+        for pair in order:
+            if mistake == "once a word":
+                place = next(
+                    (i for i in range(len(symbols)) if tuple(symbols[i : i + 2]) == pair), -1
+                )
+                if place >= 0:
+                    symbols = [*symbols[:place], pair[0] + pair[1], *symbols[place + 2 :]]
+            else:
+                symbols = joined(symbols, pair, mistake)
+        tokens += symbols
+    return tokens
+
+
+def encoding(mistake):
+    return lambda text, merges: encode(text, merges, mistake)
+
+
+def longest_token(text, merges):
+    known = {pair[0] + pair[1] for pair in merges} | set(SINGLE_BYTES)
+    tokens = []
+    for word in split(text):
+        start = 0
+        while start < len(word):
+            stop = len(word)
+            while word[start:stop] not in known:
+                stop -= 1
+            tokens.append(word[start:stop])
+            start = stop
+    return tokens
+
+
+def without_spaces(text, merges):
+    return encode(text.replace(" ", ""), merges)
+
+
+def as_text(text, merges):
+    return [token.decode(errors="replace") for token in encode(text, merges)]
+
+
+# text-to-tokens/3
+
+
+def duplicates_stub(texts, threshold):
+    raise NotImplementedError
+
+
+def duplicates(texts, threshold, mistake=""):
+    verdicts = []
+    for place, text in enumerate(texts):
+        verdict = "new", None
+        for other in range(place):
+            dropped = verdicts[other][0] != "new"
+            same = text == texts[other]
+            if mistake == "capitals do not count":
+                same = text.lower() == texts[other].lower()
+            if mistake == "near is called exact":
+                same = jaccard(text, texts[other]) >= threshold
+            if same and mistake != "copies are called near":
+                verdict = "exact", other
+                break
+            if dropped and mistake != "compares with dropped texts":
+                continue
+            if alike(text, texts[other], mistake) >= threshold:
+                verdict = "near", other
+                break
+        verdicts.append(verdict)
+    return verdicts
+
+
+def alike(text, other, mistake):
+    """Similarity; the wrong ones are made of the words, which are all different in a text."""
+    one, two = set(text.split()), set(other.split())
+    if mistake == "shared by the shorter":
+        return max(jaccard(text, other), len(one & two) / min(len(one), len(two)))
+    if mistake == "same beginning":
+        return float(text[:200] == other[:200])
+    if mistake == "twice the common part":
+        similarity = jaccard(text, other)
+        return 2 * similarity / (1 + similarity)
+    if mistake == "only exact":
+        return 0
+    return jaccard(text, other)
+
+
+def finding(mistake):
+    return lambda texts, threshold: duplicates(texts, threshold, mistake)
+
+
+def keeps_the_last(texts, threshold):
+    backwards = duplicates(texts[::-1], threshold)[::-1]
+    turn = len(texts) - 1
+    return [(kind, None if of is None else turn - of) for kind, of in backwards]
+
+
+def with_itself(texts, threshold):
+    return [("exact", texts.index(text)) for text in texts]
+
+
+def kept_texts(texts, threshold):
+    verdicts = duplicates(texts, threshold)
+    return [text for text, verdict in zip(texts, verdicts) if verdict[0] == "new"]
+
+
+def too_few(texts, threshold):
+    return [verdict for verdict in duplicates(texts, threshold) if verdict[0] == "new"]
+
+
+CASES = {
+    "text-to-tokens/1": Cases(
+        stub=merges_stub,
+        wrong=(
+            Wrong("ties in the order they were met", learning("ties as met"), "pairs were met"),
+            Wrong("ties by the bytes", learning("ties by bytes"), "by the bytes themselves"),
+            Wrong("the last of the tied", learning("last of the tied"), "you take the last"),
+            Wrong("overlapping pairs merged", learning("symbol used twice"), "A symbol is used"),
+            Wrong("a run counted once", learning("runs once"), "aaa you count the pair once"),
+            Wrong("each word once", learning("each word once"), "each different word once"),
+            Wrong("across words", learning("no words"), "over the border of two words"),
+            Wrong("counted once", counted_once, "You count once, and take"),
+            Wrong("never stops", learning("never stops"), "Stop when no pair occurs twice"),
+            Wrong("characters", learning("characters"), "each symbol is of type bytes"),
+            Wrong("tokens instead of pairs", tokens_instead, "each merge is a pair"),
+            Wrong("nothing returned", lambda text, merges: None, "yours returned nothing"),
+            Wrong("not a function", learn("abab", 2), "give the function itself"),
+        ),
+    ),
+    "text-to-tokens/2": Cases(
+        stub=encoding_stub,
+        wrong=(
+            Wrong("the last merge first", encoding("reversed"), "You apply the last merge first"),
+            Wrong("longest token first", longest_token, "BPE does not search for long tokens"),
+            Wrong("one merge a word", encoding("once a word"), "only once in a word"),
+            Wrong("merges sorted", encoding("sorted"), "in the order of their bytes"),
+            Wrong("overlapping", encoding("symbol used twice"), "in aaa you merge both pairs"),
+            Wrong("spaces lost", without_spaces, "Your tokens joined are not the text"),
+            Wrong("text", as_text, "each of type bytes; yours returned a list with str"),
+            Wrong("only bytes", lambda text, merges: encode(text, []), "apply merge after merge"),
+        ),
+    ),
+    "text-to-tokens/3": Cases(
+        stub=duplicates_stub,
+        wrong=(
+            Wrong("near is called exact", finding("near is called exact"), "all characters are"),
+            Wrong("copies are called near", finding("copies are called near"), "copies: text 2 is"),
+            Wrong("capitals ignored", finding("capitals do not count"), "in capitals: text 1 is"),
+            Wrong("the last is kept", keeps_the_last, "The last copy is kept"),
+            Wrong(
+                "a shared header", finding("shared by the shorter"), "not by those of the shorter"
+            ),
+            Wrong("same beginning", finding("same beginning"), "near duplicate: compare the shing"),
+            Wrong("Dice for Jaccard", finding("twice the common part"), "those of the union"),
+            Wrong(
+                "chain", finding("compares with dropped texts"), "a chain of small edits removes"
+            ),
+            Wrong("only exact", finding("only exact"), "an edited copy: text 1 is near of 0"),
+            Wrong("compared with itself", with_itself, "It is compared with itself"),
+            Wrong("texts returned", kept_texts, "each verdict is"),
+            Wrong("only the kept", too_few, "return one verdict a text: 4"),
+            Wrong("nothing returned", lambda texts, threshold: None, "yours returned nothing"),
+        ),
+    ),
+}
