@@ -28,9 +28,10 @@ HASHES = 128  # of a signature: an estimated similarity is off by about 0.04
 CANDIDATES = 32  # of one band, the first ones; later texts with the same band are not noted in it
 
 _WORD = re.compile(r"[^\W\u3040-\u30ff\u3400-\u9fff]+|[\u3040-\u30ff\u3400-\u9fff]")
-_BLOCK = 1 << 12  # shingles that are hashed at once
-_RANDOM = np.random.Generator(np.random.PCG64(2026)).integers(0, 2**64, (2, HASHES), np.uint64)
-_FACTORS, _SHIFTS = _RANDOM | np.uint64(1)  # the same in every process: never change them
+_BLOCK = 1 << 8  # shingles that are hashed at once
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, else arbitrary
+_RANDOM = np.random.Generator(np.random.PCG64(2026)).integers(0, 2**32, (2, HASHES), np.uint32)
+_FACTORS, _SHIFTS = _RANDOM | np.uint32(1)  # the same in every process: never change them
 _TABLES = """
     PRAGMA journal_mode = WAL;
     PRAGMA synchronous = NORMAL;
@@ -59,18 +60,20 @@ class Sketch(NamedTuple):
 
 
 def shingles(text: str) -> np.ndarray:
-    """The hashes of a text's shingles: uint64, (shingles,), sorted, each once.
+    """The hashes of a text's shingles: uint32, (shingles,), sorted, each once.
 
     Case and punctuation do not count. Chinese and Japanese characters are words of their own. A
     text of fewer than `WORDS` words is one shingle.
     """
     words = [zlib.crc32(word.encode()) for word in _WORD.findall(text.lower())]
     if not words:
-        return np.empty(0, np.uint64)
+        return np.empty(0, np.uint32)
     hashes = np.array(words, np.uint64)
-    runs = np.lib.stride_tricks.sliding_window_view(hashes, min(WORDS, len(words)))
-    places = np.uint64(0x9E3779B97F4A7C15) ** np.arange(1, runs.shape[1] + 1, dtype=np.uint64)
-    return np.unique(_mixed((runs * places).sum(1, dtype=np.uint64)))
+    runs = max(len(words) - WORDS + 1, 1)
+    found = np.zeros(runs, np.uint64)
+    for place in range(min(WORDS, len(words))):
+        found = found * _FACTOR + hashes[place : place + runs]
+    return _unique((_mixed(found) >> np.uint64(32)).astype(np.uint32))
 
 
 def signature(text: str) -> np.ndarray:
@@ -100,12 +103,10 @@ def sketch(text: str, threshold: float | None = 0.8) -> Sketch:
     if threshold is None:
         return Sketch(hashed, np.empty(0, np.uint32), np.empty(0, np.int64))
     found = shingles(text)
-    rows = _least_hashes(found).reshape(-1, band_rows(threshold)).astype(np.uint64)
-    keys = np.zeros(len(rows) if found.size else 0, np.uint64)
-    for column in rows.T[:, : keys.size]:
-        keys = _mixed(keys + column)
-    numbered = _mixed(keys + np.arange(keys.size, dtype=np.uint64))
-    return Sketch(hashed, np.unique((found >> np.uint64(32)).astype("<u4")), numbered.view(np.int64))
+    rows = _least_hashes(found).reshape(-1, band_rows(threshold))  # (bands, rows)
+    powers = _FACTOR ** np.arange(rows.shape[1], dtype=np.uint64)
+    keys = (rows * powers).sum(1, dtype=np.uint64) + np.arange(len(rows), dtype=np.uint64)
+    return Sketch(hashed, found, _mixed(keys).view(np.int64)[: len(rows) if found.size else 0])
 
 
 @dataclass
@@ -158,7 +159,9 @@ class Deduplicator(AbstractContextManager):
     def _nearest(self, made: Sketch, bands: list[int]) -> Verdict | None:
         """The first of the texts that share a band and are similar enough."""
         found = "SELECT number FROM bands WHERE band = ? LIMIT ?"
-        sharing = {row[0] for band in bands for row in self._rows.execute(found, (band, CANDIDATES))}
+        sharing = {
+            row[0] for band in bands for row in self._rows.execute(found, (band, CANDIDATES))
+        }
         for number in sorted(sharing):
             text = "SELECT name, shingles FROM texts WHERE number = ?"
             name, stored = self._one(text, number)
@@ -182,11 +185,18 @@ class Deduplicator(AbstractContextManager):
 
 
 def _least_hashes(found: np.ndarray) -> np.ndarray:
-    least = np.full(HASHES, 2**64 - 1, np.uint64)
+    least = np.full(HASHES, 2**32 - 1, np.uint32)
     for start in range(0, found.size, _BLOCK):
         block = found[start : start + _BLOCK, None]  # (shingles, 1)
         np.minimum(least, (block * _FACTORS + _SHIFTS).min(0), out=least)
-    return (least >> np.uint64(32)).astype(np.uint32)
+    return least
+
+
+def _unique(values: np.ndarray) -> np.ndarray:
+    values.sort()
+    first = np.ones(values.size, bool)
+    np.not_equal(values[1:], values[:-1], out=first[1:])
+    return values[first]
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
