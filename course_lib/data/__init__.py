@@ -5,7 +5,8 @@ after a resume, on every machine. So nothing here keeps a position in a stream. 
 memory-mapped token files once (`prepare`); after that, the sample at (step, index) is a pure
 function of the data and the seed (`TokenDataset.sample`), and a batch is a few such samples.
 
-    text -> documents -> tokens -> shards on disk      corpora, tokenizer, shards, preparation
+    text -> documents -> tokens -> shards on disk      corpora, cleaning, deduplication, tokenizer,
+                                                       shards, pipeline, preparation
     (step, index) -> window -> sample -> batch         samples, mixtures, batches, loading
 
 Names are loaded when they are first used, so that preparing data never imports torch.
@@ -15,10 +16,12 @@ import importlib
 
 _MODULES = {
     "config": ("DataConfig",),
+    "cleaning": ("clean",),
+    "deduplication": ("Deduplicator", "Verdict", "jaccard", "signature", "similarity"),
     "corpora": ("CORPORA", "Corpus", "Document", "default_cache", "load_corpus"),
     "tokenizer": ("END_OF_TEXT", "TextTokenizer", "load_tokenizer", "train_tokenizer"),
-    "shards": ("ShardWriter", "TokenShards", "token_dtype"),
-    "preparation": ("Prepared", "prepare"),
+    "shards": ("ShardWriter", "TokenShards", "join_shards", "token_dtype"),
+    "preparation": ("Prepared", "Source", "prepare"),
     "samples": ("NO_TARGET", "Sample", "TokenDataset", "permuted"),
     "mixtures": ("Mixture", "open_datasets"),
     "disk": ("EmulatedDisk",),

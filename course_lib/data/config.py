@@ -4,18 +4,25 @@ import math
 import os.path
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 from course_lib.data import corpora
 from course_lib.data.loading import WorkerKind
 from course_lib.data.samples import Packing
+
+Duplicates = Literal["none", "exact", "near"]
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """What a model is trained on. The vocabulary is the model's: `model.vocab`."""
 
-    corpus: Annotated[str, "'shakespeare', 'python-docs', or a path of text"] = "shakespeare"
+    corpus: Annotated[
+        str, "'shakespeare', 'aws-docs', 'python-docs', 'tinystories', … or a path"
+    ] = "shakespeare"
+    clean: Annotated[bool, "take HTML, control characters and spare blanks out of the text"] = False
+    deduplicate: Annotated[Duplicates, "which repeated documents to leave out"] = "none"
+    processes: Annotated[int, "that prepare text; 1: this one"] = 1
     tokenizer: Annotated[str, "'bpe' (learned) or the path of a tokenizer.json"] = "bpe"
     sequence_length: Annotated[int, "tokens in a sample"] = 256
     packing: Annotated[Packing, "'stream', 'documents' (kept apart) or 'pad' (each alone)"] = (
@@ -37,6 +44,10 @@ class DataConfig:
             found += [f"mixture: {fault}" for fault in weight_faults(self.mixture)]
             if self.corpus != DataConfig.corpus:
                 found.append("corpus and mixture are both given; put the corpus in the mixture")
+        if self.deduplicate not in get_args(Duplicates):
+            found.append(f"deduplicate = {self.deduplicate!r}; use 'none', 'exact' or 'near'")
+        if self.processes < 1:
+            found.append(f"processes = {self.processes} must be at least 1")
         if self.workers < 0:
             found.append(f"workers = {self.workers} must be at least 0")
         if self.tokenizer != "bpe" and not os.path.isfile(os.path.expanduser(self.tokenizer)):

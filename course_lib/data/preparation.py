@@ -1,176 +1,168 @@
-"""Preparation: a corpus becomes a tokenizer and token shards, once, and is found again after.
+"""Preparation: corpora become a tokenizer and token shards, once, and are found again after.
 
-The result is kept under a key made of the corpus's content and the settings. It is written to
-a temporary folder that one rename puts in place: it is complete or absent. Documents that are
-held out for evaluation are drawn by their content, so equal texts fall on the same side, and
-the tokenizer learns from training text only.
+The result is kept under a key made of the corpora's content and the settings. It is made in a
+folder for work, which outlives interruptions, and one rename puts it in place: it is complete or
+absent. Documents that are held out for evaluation are drawn by their content, so equal texts fall
+on the same side, and the tokenizer learns from training text only. The steps are in `pipeline`.
 """
 
 import contextlib
-import hashlib
+import json
 import os.path
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tqdm import tqdm
-
-from course_lib.data import DataError, corpora
+from course_lib.data import DataError, corpora, pipeline
 from course_lib.data.config import DataConfig
-from course_lib.data.corpora import Corpus, Document
-from course_lib.data.samples import TokenDataset
-from course_lib.data.shards import FORMAT, ShardWriter, TokenShards, digest
-from course_lib.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from course_lib.data.corpora import Corpus
+from course_lib.data.shards import FORMAT, TokenShards, digest, join_shards
+from course_lib.data.tokenizer import SMALLEST_VOCAB, TextTokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Source:
+    """One corpus of a preparation."""
+
+    name: str  # of the corpus that was really used
+    weight: float  # its share of the samples of training, in any unit
+    train: Path  # folder of token shards
+    held_out: Path | None  # folder of token shards; None with held_out = 0
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Where prepared data lies."""
+    """Where prepared data lies, and what it was made of."""
 
-    corpus: str  # name of the corpus that was really used
+    sources: tuple[Source, ...]  # one, or those of the mixture in its order
     directory: Path  # folder of all that follows
-    train: Path  # folder of token shards
-    held_out: Path | None  # folder of token shards; None with held_out = 0
-    tokenizer: Path  # tokenizer.json
+    tokenizer: Path  # tokenizer.json, one for all sources
     vocab: int  # the vocabulary that the ids fit
     fingerprint: str  # of all that decides which sample comes when: equal for equal samples
+    counts: dict[str, int]  # see `COUNTS`
+
+
+COUNTS = {
+    "documents": "that were read",
+    "empty": "of these without any text, so left out",
+    "exact": "left out as equal to an earlier one",
+    "near": "left out as nearly equal to an earlier one",
+    "kept": "the others",
+    "bytes_read": "of text, in UTF-8",
+    "bytes_cleaned": "of text after cleaning",
+    "bytes_kept": "of the documents that were kept",
+    "tokens": "of training and held-out text, with those that open documents",
+}
 
 
 def prepare(config: DataConfig, vocab: int, fallback: str | None = None) -> Prepared:
-    """Tokenize a corpus into training and held-out shards, or find them in the cache.
+    """Tokenize corpora into training and held-out shards, or find them in the cache.
 
     vocab: the model's vocabulary; "bpe" learns that many entries.
-    fallback: corpus to take, with a warning, where `config.corpus` is unavailable.
+    fallback: corpus to take, with a warning, where a wanted one is unavailable.
     Any number of processes may call it at once: one does the work, the others wait for it. Only
     a corpus that is not in the cache yet is downloaded by each of them, and may fail in each.
-    Raises ValueError for impossible settings, DataError for a damaged or unusable cache,
-    otherwise as `load_corpus` and `load_tokenizer`.
+    After an interruption, even by SIGKILL, the next call goes on with what is finished; the files
+    are the same to the byte. The work takes about three times the text on the disk of the cache.
+    Raises ValueError for impossible settings, DataError for text that is not as it must be and
+    for a damaged or unusable cache, DataWorkerDied, otherwise as `load_corpus` and
+    `load_tokenizer`.
     """
     if faults := config.faults():
         raise ValueError("\n".join(f"[data] {fault}" for fault in faults))
     cache = Path(os.path.expanduser(config.cache or corpora.default_cache()))
-    corpus = corpora.load_corpus(config.corpus, cache, fallback)
+    weights = config.mixture or {config.corpus: 1.0}
+    found = [corpora.load_corpus(name, cache, fallback) for name in weights]
     own = os.path.expanduser(config.tokenizer)
     given = None if config.tokenizer == "bpe" else load_tokenizer(own, vocab)
-    made_of = [corpus.sha256, given and given.sha256, vocab, config.held_out, config.seed]
-    directory = cache / "prepared" / f"{corpus.name[:40]}-{digest([FORMAT, *made_of])[:16]}"
+    if vocab < SMALLEST_VOCAB:
+        raise DataError(f"vocab {vocab} is too small for all bytes; use >= {SMALLEST_VOCAB}")
+    made_of = [[corpus.sha256 for corpus in found], given and given.sha256, vocab]
+    made_of += [config.held_out, config.seed, config.clean, config.deduplicate]
+    name = "+".join(corpus.name for corpus in found)
+    directory = cache / "prepared" / f"{name[:40]}-{digest([FORMAT, *made_of])[:16]}"
     with corpora.plain_errors(cache):
-        if not directory.is_dir():
-            _fill_once(directory, partial(_build, corpus, given, vocab, config))
-        return _describe(directory, corpus.name, vocab, config)
-
-
-def open_datasets(
-    prepared: Prepared, config: DataConfig
-) -> tuple[TokenDataset, TokenDataset | None]:
-    """The training and the held-out data set (None without one), their files verified.
-
-    Held-out text that is too short for a window of the stream is read with packing "pad".
-    """
-    length, packing = config.sequence_length, config.packing
-    train = TokenShards(prepared.train, prepared.vocab)
-    train_data = TokenDataset(train, length, packing, config.seed)
-    if prepared.held_out is None:
-        return train_data, None
-    held_out = TokenShards(prepared.held_out, prepared.vocab)
-    packing = packing if len(held_out) > length else "pad"
-    return train_data, TokenDataset(held_out, length, packing, config.seed)
+        work = directory.with_name(f"{directory.name}.work")
+        if work.exists() or not directory.is_dir():
+            _fill_once(directory, work, partial(_build, found, given, vocab, config))
+        return _describe(directory, dict(zip(_folders(found), weights.values())), vocab, config)
 
 
 def _build(
-    corpus: Corpus, given: TextTokenizer | None, vocab: int, config: DataConfig, folder: Path
-) -> None:
-    """Three passes over the corpus: choose the held-out text, learn, encode."""
-    split = Split(corpus, config.held_out, config.seed)
-    texts = (text for text, out in split.parts("tokenizer") if not out)
-    tokenizer = given or train_tokenizer(texts, vocab)
-    tokenizer.save(folder / "tokenizer.json")
-    writers = [
-        ShardWriter(folder / name, vocab, tokenizer.sha256) for name in ("train", "held_out")
-    ]
-    with writers[0], writers[1]:
-        for text, out in split.parts("tokens"):
-            writers[out].add(tokenizer.encode_document(text), len(text.encode()))
+    found: list[Corpus], given: TextTokenizer | None, vocab: int, config: DataConfig, folder: Path
+) -> Path:
+    """All steps; returns the folder that holds the result."""
+    work = pipeline.Work(folder, config, vocab)
+    chunks = pipeline.read_chunks(work, found)
+    pipeline.find_duplicates(work, [name for names in chunks for name in names])
+    totals, sources = Counter(dict.fromkeys(COUNTS, 0)), []
+    for corpus, names in zip(found, chunks):
+        counts, split = pipeline.count(work, corpus, names)
+        totals.update(counts)
+        sources.append((names, split))
+    if given:
+        given.save(folder / "tokenizer.json")
+    pipeline.learn(work, sources)
+    pipeline.encode(work, sources)
+    result = folder / "result"
+    shutil.rmtree(result, ignore_errors=True)  # if it is there, it was interrupted
+    for place, (names, _) in zip(_folders(found), sources):
+        for side in pipeline.SIDES:
+            target = result / place / side
+            join_shards([work.part(name, side) for name in names], target)
+            totals["tokens"] += len(TokenShards(target, verify=False))
+    shutil.copyfile(folder / "tokenizer.json", result / "tokenizer.json")
+    (result / "counts.json").write_text(json.dumps(totals, indent=1))
+    return result
 
 
-def _describe(directory: Path, corpus: str, vocab: int, config: DataConfig) -> Prepared:
-    train, tokenizer = directory / "train", directory / "tokenizer.json"
-    held_out = directory / "held_out" if config.held_out else None
-    shards = [TokenShards(folder, verify=False) for folder in (train, held_out) if folder]
+def _describe(
+    directory: Path, weights: dict[str, float], vocab: int, config: DataConfig
+) -> Prepared:
+    tokenizer = directory / "tokenizer.json"
     sha256 = load_tokenizer(tokenizer, vocab).sha256
-    for index in [s.directory / "index.json" for s in shards if s.tokenizer_sha256 != sha256]:
-        raise DataError(f"{tokenizer} is not what {index} was made with. Delete {directory}.")
-    tokens = [*(s.sha256 for s in shards), sha256]
-    fingerprint = digest([tokens, vocab, config.sequence_length, config.packing, config.seed])
-    return Prepared(corpus, directory, train, held_out, tokenizer, vocab, fingerprint)
+    sources, made_of = [], []
+    for place, weight in weights.items():
+        train, held_out = (directory / place / side for side in pipeline.SIDES)
+        sources.append(
+            Source(place.partition("-")[2], weight, train, held_out if config.held_out else None)
+        )
+        for shards in (TokenShards(folder, verify=False) for folder in (train, held_out)):
+            if shards.tokenizer_sha256 != sha256:
+                index = shards.directory / "index.json"
+                raise DataError(
+                    f"{tokenizer} is not what {index} was made with. Delete {directory}."
+                )
+            made_of.append(shards.sha256)
+    made_of += [weights[place] for place in weights if len(weights) > 1]
+    made_of += [sha256, vocab, config.sequence_length, config.packing, config.seed]
+    counts = json.loads((directory / "counts.json").read_bytes())
+    return Prepared(tuple(sources), directory, tokenizer, vocab, digest(made_of), counts)
 
 
-class Split:
-    """The text of a corpus, part by part, each with whether it is held out; read many times.
-
-    Documents are drawn whole. Where that would hold out less than half or more than twice the
-    share, since there are few or very unequal documents, the end of each one is held out, from
-    a line's start if one is near enough to give 1 to 1.5 times the share.
-    """
-
-    def __init__(self, corpus: Corpus, share: float, seed: int) -> None:
-        self.corpus, self.share, self.seed = corpus, share, seed
-        self.whole = True  # documents, until the first pass has shown what that gives
-        self.characters = None
-        sizes = [0, 0]
-        for text, out in self.parts("documents"):
-            sizes[out] += len(text)
-        self.characters = sum(sizes)
-        if self.characters == 0:
-            raise DataError(f"the corpus is empty: {corpus.name} holds no text")
-        self.whole = share / 2 <= sizes[True] / self.characters <= min(2 * share, 0.9)
-
-    def parts(self, what: str) -> Iterator[tuple[str, bool]]:
-        """One pass, with a progress bar named `what` once it has taken two seconds."""
-        options = {"unit": " characters", "unit_scale": True, "leave": False, "disable": None}
-        with tqdm(total=self.characters, desc=what, delay=2.0, **options) as bar:
-            for document in self.corpus:
-                if document.text.strip():
-                    yield from self._divide(document)
-                bar.update(len(document.text))
-
-    def _divide(self, document: Document) -> Iterator[tuple[str, bool]]:
-        if self.whole:
-            yield document.text, drawn(document, self.share, self.seed)
-        else:
-            wanted = int(len(document.text) * (1 - self.share))
-            near = int(len(document.text) * min(self.share, 1 - self.share) / 2)
-            cut = document.text.rfind("\n", wanted - near, wanted) + 1 or wanted
-            yield document.text[:cut], False
-            yield document.text[cut:], True
+def _folders(found: list[Corpus]) -> list[str]:
+    """Of each corpus, in the result."""
+    return [f"{number}-{corpus.name[:40]}" for number, corpus in enumerate(found)]
 
 
-def drawn(document: Document, share: float, seed: int) -> bool:
-    """Whether a document is held out: by the hash of its text, so that copies stay together."""
-    hashed = hashlib.blake2b(document.text.encode(), digest_size=8, key=str(seed).encode())
-    return int.from_bytes(hashed.digest()) < share * 2**64
-
-
-def _fill_once(directory: Path, fill: Callable[[Path], None]) -> None:
+def _fill_once(directory: Path, work: Path, fill: Callable[[Path], Path]) -> None:
     """Fill a folder that becomes complete or stays absent; other processes wait meanwhile."""
     directory.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f"{directory.name}.partial-"
     with directory.with_name(f"{directory.name}.lock").open("w") as lock:
         with contextlib.suppress(ImportError, OSError):  # some file systems have no locks
             import fcntl
 
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for left in directory.parent.iterdir():
-                if left.name.startswith(prefix):  # by a process that was killed
-                    shutil.rmtree(left, ignore_errors=True)
-        if directory.is_dir():
-            return
-        with tempfile.TemporaryDirectory(prefix=prefix, dir=directory.parent) as temporary:
-            folder = Path(temporary, "complete")
-            folder.mkdir()
-            fill(folder)
+        if not directory.is_dir():
+            work.mkdir(exist_ok=True)
+            try:
+                result = fill(work)
+            except DataError:  # what was read is not what it will be
+                shutil.rmtree(work, ignore_errors=True)
+                raise
             with contextlib.suppress(OSError):  # without a lock, another may have been first
-                folder.rename(directory)
+                result.rename(directory)
+        shutil.rmtree(work, ignore_errors=True)

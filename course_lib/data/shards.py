@@ -11,6 +11,7 @@ ids silently (huggingface/transformers#2825), so ids are checked when written an
 
 import hashlib
 import json
+import shutil
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ import numpy as np
 
 from course_lib.data import DataError
 
-FORMAT = 3  # counts up whenever the same text and settings give other files
+FORMAT = 4  # counts up whenever the same text and settings give other files
 BLOCK_BYTES = 1 << 20
 _POSITION = np.dtype("<i8")
 
@@ -86,20 +87,11 @@ class ShardWriter(AbstractContextManager):
     def close(self) -> None:
         """Complete the last file and write the index."""
         self._finish_shard()
-        starts = self._begin("documents.bin")
-        starts.write(np.array(self._starts, _POSITION))
-        index = {
-            "format": FORMAT,
-            "dtype": token_dtype(self.vocab).name,
-            "vocab": self.vocab,
-            "text_bytes": self.text_bytes,
-            "tokenizer_sha256": self.tokenizer_sha256,
-            "shards": self._entries,
-            "starts": _finish(starts),
-        }
-        file = self._begin("index.json")
-        file.write(json.dumps(index | {"sha256": digest(index)}, indent=1).encode())
-        _finish(file)
+        with (self.directory / "documents.bin.partial").open("wb") as starts:
+            starts.write(np.array(self._starts, _POSITION))
+        _write_index(
+            self.directory, self._entries, self.vocab, self.text_bytes, self.tokenizer_sha256
+        )
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
@@ -160,9 +152,60 @@ class TokenShards:
         return TokenShards, (self.directory, None, False)  # another process maps the same files
 
 
+def join_shards(parts: Sequence[str | Path], directory: str | Path) -> None:
+    """Make one folder of token shards, `directory`, of those in several folders, in their order.
+
+    The files are not copied where links to them can be made, and not read again: what is known
+    of them is in the indexes of the parts, which fit each other: same vocabulary and tokenizer.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True)
+    entries, first, text_bytes = [], 0, 0
+    with (directory / "documents.bin.partial").open("wb") as starts:
+        for part in map(Path, parts):
+            index = _read_index(part / "index.json")
+            for entry in index["shards"]:
+                name = f"tokens-{len(entries):05d}.bin"
+                _link(part / entry["file"], directory / name)
+                entries.append(entry | {"file": name})
+            starts.write(_map(part, index["starts"], _POSITION) + first)
+            first += sum(entry["bytes"] for entry in index["shards"]) // _width(index["vocab"])
+            text_bytes += index["text_bytes"]
+    _write_index(directory, entries, index["vocab"], text_bytes, index["tokenizer_sha256"])
+
+
 def digest(value: object) -> str:
     """The sha256 of a value that JSON can hold."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _write_index(
+    directory: Path, entries: list[dict], vocab: int, text_bytes: int, tokenizer_sha256: str
+) -> None:
+    """Finish documents.bin and write the index of the folder, last."""
+    index = {
+        "format": FORMAT,
+        "dtype": token_dtype(vocab).name,
+        "vocab": vocab,
+        "text_bytes": text_bytes,
+        "tokenizer_sha256": tokenizer_sha256,
+        "shards": entries,
+        "starts": _finish((directory / "documents.bin.partial").open("rb")),
+    }
+    with (directory / "index.json.partial").open("wb") as file:
+        file.write(json.dumps(index | {"sha256": digest(index)}, indent=1).encode())
+    _finish(file)
+
+
+def _width(vocab: int) -> int:
+    return token_dtype(vocab).itemsize
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(source)
+    except OSError:  # a file system without links
+        shutil.copyfile(source, target)
 
 
 def _finish(file: BinaryIO) -> dict:

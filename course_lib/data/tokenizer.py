@@ -22,7 +22,7 @@ SMALLEST_VOCAB = 257  # the 256 bytes and END_OF_TEXT
 
 # The library takes over 100 bytes of memory a character, so it gets texts in pieces.
 _PIECE = 1 << 16  # characters of a piece that is encoded; 16 pieces at once, in parallel threads
-_LESSON = 1 << 13  # characters of a piece that is learned from; the library gathers 256 of them
+LESSON = 1 << 13  # characters of a piece that is learned from; the library gathers 256 of them
 _CUT = re.compile(r"(?<=\S)(?=[ \n]\S)")  # where a word starts; BPE never merges over it
 _ENDLESS = re.compile(r"\w{257,}")  # no word; to learn from it takes very long
 
@@ -43,11 +43,14 @@ class TextTokenizer:
         """Token ids of a text (without an opening token)."""
         return self.encode_document(text)[1:].tolist()
 
-    def encode_document(self, text: str) -> np.ndarray:
-        """Token ids of a whole document, opened by `end`: uint32, (tokens,)."""
+    def encode_document(self, text: str, at_once: int = 16) -> np.ndarray:
+        """Token ids of a whole document, opened by `end`: uint32, (tokens,).
+
+        at_once: pieces of 65,536 characters that threads encode at once, each with up to 10 MB.
+        """
         ids = array("I", [self.end])
-        pieces = _pieces(text, _PIECE)
-        while some := list(islice(pieces, 16)):
+        pieces = pieces_of(text, _PIECE)
+        while some := list(islice(pieces, at_once)):
             for piece in self.core.encode_batch_fast(some, add_special_tokens=False):
                 ids.extend(piece.ids)
         return np.frombuffer(ids, np.uint32)
@@ -79,7 +82,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> TextTokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    pieces = (piece for text in texts for piece in _pieces(text, _LESSON))
+    pieces = (piece for text in texts for piece in pieces_of(text, LESSON))
     core.train_from_iterator((_ENDLESS.sub("", piece) for piece in pieces), trainer)
     return TextTokenizer(core)
 
@@ -101,8 +104,8 @@ def load_tokenizer(path: str | Path, vocab: int | None = None) -> TextTokenizer:
     return tokenizer
 
 
-def _pieces(text: str, size: int) -> Iterator[str]:
-    """Cut a text before words, into pieces of `size` to 2 · `size` characters.
+def pieces_of(text: str, size: int) -> Iterator[str]:
+    """A text cut before words, into pieces of `size` to 2 · `size` characters.
 
     Only where no word starts in `size` characters is it cut within one, and merges end there.
     """

@@ -1,0 +1,331 @@
+"""The steps of preparation, each of which a rerun takes up where the last run was interrupted.
+
+    corpora -> chunks    read in order; cleaned and sketched by processes, one file a chunk
+    chunks -> verdicts   duplicates found in the order of the corpora, in an index on disk
+    chunks -> tokenizer  learned from a sample of the training text
+    chunks -> parts      encoded by processes: one folder of token shards a chunk
+    parts -> shards      joined
+
+A chunk is a few megabytes of whole documents. Where it ends follows from the corpus alone, so any
+number of processes, interrupted any number of times, writes the same files. Each of them gets its
+name when it is complete, and what has its name is not made again. In memory lie a few chunks at a
+time, never the corpus.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from tqdm import tqdm
+
+from course_lib.data import DataError, shards, tokenizer
+from course_lib.data.cleaning import clean
+from course_lib.data.config import DataConfig
+from course_lib.data.corpora import Corpus, Document
+from course_lib.data.deduplication import Deduplicator, Sketch, sketch
+from course_lib.data.loading import DataWorkerDied, fetch_ahead
+
+CHUNK = 1 << 22  # characters; the document that reaches it is the last one of its chunk
+LESSONS = 1 << 25  # characters that a tokenizer learns from, about
+KINDS = ("new", "exact", "near")
+SIDES = ("train", "held_out")
+THRESHOLDS = {"none": None, "exact": None, "near": 0.8}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Work:
+    """A preparation: its folder, which outlives interruptions, and what decides the result."""
+
+    folder: Path
+    config: DataConfig
+    vocab: int
+
+    def each(self, make: Callable[[T], None], tasks: Iterable[T]) -> None:
+        """Do all tasks: in this process, or in `processes` that never import torch."""
+        count = self.config.processes
+        try:
+            for _ in fetch_ahead(make, tasks, count if count > 1 else 0, "process", count + 1):
+                pass
+        except DataWorkerDied as problem:
+            how = str(problem).partition(" while ")[0]
+            raise DataWorkerDied(
+                f"{how} while it prepared text. If nobody ended it, the machine ran out of memory: "
+                "take fewer data.processes. What is finished is kept; run it again to go on."
+            ) from None
+
+    def chunk(self, name: str) -> Path:
+        """The file of a chunk."""
+        return self.folder / f"{name}.chunk"
+
+    def load(self, name: str, *fields: str) -> "Chunk":
+        """A chunk, of which only some fields are read; the others are None."""
+        with np.load(self.chunk(name)) as arrays:
+            return Chunk(**{f: arrays[f] if f in fields else None for f in Chunk._fields})
+
+    def part(self, name: str, side: str = "") -> Path:
+        """The folder of the token shards of a chunk, of both sides or of one."""
+        return self.folder / f"{name}.part" / side
+
+
+class Chunk(NamedTuple):
+    """Documents that were cleaned, with what the later steps have to know of them."""
+
+    read: np.ndarray  # (3,) int64: documents, those without text, bytes, before cleaning
+    text: np.ndarray  # (bytes,) uint8, UTF-8, one document after the other
+    ends: np.ndarray  # (documents,) int64, byte behind each
+    draws: np.ndarray  # (documents,) uint64, a hash of each: decides which are held out
+    names: np.ndarray  # (bytes,) uint8, JSON
+    hashes: np.ndarray  # (documents, 16) uint8, equal for equal texts
+    shingles: np.ndarray  # uint32, of all documents in a row
+    shingle_ends: np.ndarray  # (documents,) int64
+    bands: np.ndarray  # (all bands,) int64
+    band_ends: np.ndarray  # (documents,) int64
+
+    def texts(self) -> Iterator[str]:
+        """The text of each document."""
+        for start, stop in pairwise([0, *self.ends.tolist()]):
+            yield self.text[start:stop].tobytes().decode()
+
+    def sketches(self) -> Iterator[tuple[str, Sketch]]:
+        """The name and the sketch of each document."""
+        cuts = [[0, *ends.tolist()] for ends in (self.shingle_ends, self.band_ends)]
+        for i, name in enumerate(json.loads(self.names.tobytes())):
+            (a, b), (c, d) = (cut[i : i + 2] for cut in cuts)
+            yield name, Sketch(self.hashes[i].tobytes(), self.shingles[a:b], self.bands[c:d])
+
+
+# ------------------------------------------------------------------------------------ the steps
+
+
+def read_chunks(work: Work, corpora: list[Corpus]) -> list[list[str]]:
+    """Read, clean and sketch all documents; returns the names of each corpus's chunks."""
+    finished = work.folder / "chunks.json"
+    if not finished.is_file():
+        names: list[list[str]] = [[] for _ in corpora]
+
+        def missing() -> Iterator[tuple[str, list[Document]]]:
+            for number, corpus in enumerate(corpora):
+                for documents in _in_chunks(_shown(corpus, "documents", unit=" documents")):
+                    names[number].append(f"{number}-{len(names[number]):05d}")
+                    if not work.chunk(names[number][-1]).is_file():
+                        yield names[number][-1], documents
+
+        work.each(partial(_tidy, work), missing())
+        _write(finished, json.dumps(names).encode())
+    return json.loads(finished.read_bytes())
+
+
+def find_duplicates(work: Work, names: list[str]) -> None:
+    """Decide for each document whether it repeats an earlier one; `verdicts` knows it then."""
+    if work.config.deduplicate == "none":
+        return
+    with _index(work) as index:
+        for name in _shown(names, "duplicates", unit=" chunks"):
+            if index.noted(name) is None:
+                some = work.load(
+                    name, "names", "hashes", "shingles", "shingle_ends", "bands", "band_ends"
+                )
+                kinds = [index.judge(*each).kind for each in some.sketches()]
+                index.note(name, bytes(map(KINDS.index, kinds)))
+
+
+def verdicts(work: Work, names: list[str]) -> Iterator[np.ndarray]:
+    """For each chunk, the place in KINDS of each document: uint8, (documents,)."""
+    if work.config.deduplicate == "none":
+        for name in names:
+            yield np.zeros(work.load(name, "ends").ends.size, np.uint8)
+        return
+    with _index(work) as index:
+        for name in names:
+            yield np.frombuffer(index.noted(name), np.uint8)
+
+
+def count(work: Work, corpus: Corpus, names: list[str]) -> tuple[Counter, "Split"]:
+    """What became of a corpus's documents, and which text is held out."""
+    counts, sizes = Counter(), [0, 0]
+    for name, kinds in zip(names, verdicts(work, names)):
+        some = work.load(name, "read", "ends", "draws")
+        sizes_in_bytes = np.diff(some.ends, prepend=0)
+        counts += Counter(dict(zip(("documents", "empty", "bytes_read"), some.read.tolist())))
+        kept_or_not = np.bincount(kinds, minlength=len(KINDS)).tolist()
+        counts += Counter(dict(zip(("kept", "exact", "near"), kept_or_not)))
+        counts["bytes_cleaned"] += int(sizes_in_bytes.sum())
+        out = some.draws < _limit(work.config.held_out)
+        for side in (0, 1):
+            sizes[side] += int(sizes_in_bytes[(kinds == 0) & (out == side)].sum())
+    if not sum(sizes):
+        raise DataError(f"the corpus is empty: {corpus.name} holds no text")
+    counts["bytes_kept"] = sum(sizes)
+    return counts, Split(work.config.held_out, sizes)
+
+
+def learn(work: Work, sources: list[tuple[list[str], "Split"]]) -> None:
+    """Learn the tokenizer from training text, each source giving an equal part at most."""
+    path = work.folder / "tokenizer.json"
+    if not path.is_file():
+        trained = tokenizer.train_tokenizer(_lessons(work, sources), work.vocab)
+        trained.save(temporary := _temporary(path))
+        temporary.replace(path)
+
+
+def encode(work: Work, sources: list[tuple[list[str], "Split"]]) -> None:
+    """Encode all chunks that are not encoded yet."""
+    tasks = (
+        (name, kinds, split)
+        for names, split in sources
+        for name, kinds in zip(_shown(names, "tokens", unit=" chunks"), verdicts(work, names))
+        if not work.part(name).is_dir()
+    )
+    work.each(partial(_encode, work), tasks)
+
+
+# ---------------------------------------------------------------- what is held out, and learned
+
+
+class Split:
+    """Which text is held out.
+
+    share: of the text that is wanted.
+    sizes: bytes on either side if documents are drawn whole, as they are, if they can be. Where
+        that would hold out less than half or more than twice the share, since there are few or
+        very unequal documents, the end of each one is held out, from a line's start if one is
+        near enough to give 1 to 1.5 times the share.
+    """
+
+    def __init__(self, share: float, sizes: tuple[int, int]) -> None:
+        self.share = share
+        self.whole = share / 2 <= sizes[1] / sum(sizes) <= min(2 * share, 0.9)
+        self.train_bytes = sizes[0] if self.whole else sum(sizes) * (1 - share)  # the latter about
+
+    def parts(self, text: str, draw: int) -> list[tuple[str, bool]]:
+        """The text of a document, in one or two parts, each with whether it is held out."""
+        if self.whole:
+            return [(text, draw < _limit(self.share))]
+        wanted = int(len(text) * (1 - self.share))
+        near = int(len(text) * min(self.share, 1 - self.share) / 2)
+        cut = text.rfind("\n", wanted - near, wanted) + 1 or wanted
+        return [(text[:cut], False), (text[cut:], True)]
+
+
+def drawn(text: str, seed: int) -> int:
+    """A hash of 64 bits, by which documents are drawn, so that copies stay together."""
+    hashed = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode())
+    return int.from_bytes(hashed.digest())
+
+
+def _limit(share: float) -> int:
+    return int(share * 2**64)
+
+
+def _lessons(work: Work, sources: list[tuple[list[str], Split]]) -> Iterator[str]:
+    """Training text: all of it, or pieces that are drawn by their content."""
+    for names, split in sources:
+        share = LESSONS / len(sources) / split.train_bytes
+        for name, kinds in zip(_shown(names, "tokenizer", unit=" chunks"), verdicts(work, names)):
+            for text, out in _kept(work, name, kinds, split):
+                for piece in [] if out else tokenizer.pieces_of(text, tokenizer.LESSON):
+                    if share >= 1 or drawn(piece, work.config.seed) < _limit(share):
+                        yield piece
+
+
+def _kept(work: Work, name: str, kinds: np.ndarray, split: Split) -> Iterator[tuple[str, bool]]:
+    some = work.load(name, "text", "ends", "draws")
+    for text, draw, kind in zip(some.texts(), some.draws.tolist(), kinds.tolist()):
+        if kind == 0:
+            yield from split.parts(text, draw)
+
+
+# ----------------------------------------------------------------------- what one process does
+
+
+def _in_chunks(corpus: Iterable[Document]) -> Iterator[list[Document]]:
+    documents, size = [], 0
+    for document in corpus:
+        documents.append(document)
+        size += len(document.text)
+        if size >= CHUNK:
+            yield documents
+            documents, size = [], 0
+    if documents:
+        yield documents
+
+
+def _tidy(work: Work, task: tuple[str, list[Document]]) -> None:
+    """Clean and sketch the documents of a chunk."""
+    name, documents = task
+    texts = [clean(d.text) if work.config.clean else d.text for d in documents]
+    full = [i for i, text in enumerate(texts) if text.strip()]
+    data = [texts[i].encode() for i in full]
+    threshold = THRESHOLDS[work.config.deduplicate]
+    wanted = full if work.config.deduplicate != "none" else []
+    sketches = [sketch(texts[i], threshold) for i in wanted]
+    read_bytes = sum(len(document.text.encode()) for document in documents)
+    chunk = Chunk(
+        read=np.array([len(documents), len(documents) - len(full), read_bytes]),
+        text=np.frombuffer(b"".join(data), np.uint8),
+        ends=_ends(data),
+        draws=np.array([drawn(texts[i], work.config.seed) for i in full], np.uint64),
+        names=np.frombuffer(json.dumps([documents[i].name for i in wanted]).encode(), np.uint8),
+        hashes=np.frombuffer(b"".join(s.hash for s in sketches), np.uint8).reshape(-1, 16),
+        shingles=np.concatenate([np.empty(0, np.uint32), *(s.shingles for s in sketches)]),
+        shingle_ends=_ends([s.shingles for s in sketches]),
+        bands=np.concatenate([np.empty(0, np.int64), *(s.bands for s in sketches)]),
+        band_ends=_ends([s.bands for s in sketches]),
+    )
+    temporary = _temporary(work.chunk(name))
+    with temporary.open("wb") as file:
+        np.savez(file, **chunk._asdict())
+    temporary.replace(work.chunk(name))
+
+
+def _encode(work: Work, task: tuple[str, np.ndarray, Split]) -> None:
+    """Write the token shards of a chunk; one process in a crew uses one thread."""
+    name, kinds, split = task
+    spoken = tokenizer.load_tokenizer(work.folder / "tokenizer.json", work.vocab)
+    temporary = _temporary(work.part(name))
+    at_once = 1 if work.config.processes > 1 else 16
+    with contextlib.ExitStack() as stack:
+        writers = [
+            stack.enter_context(shards.ShardWriter(temporary / side, work.vocab, spoken.sha256))
+            for side in SIDES
+        ]
+        for text, out in _kept(work, name, kinds, split):
+            writers[out].add(spoken.encode_document(text, at_once), len(text.encode()))
+    try:
+        temporary.rename(work.part(name))
+    except OSError:  # a process that outlived its run was first, with the same
+        shutil.rmtree(temporary)
+
+
+def _index(work: Work) -> Deduplicator:
+    return Deduplicator(work.folder / "duplicates.sqlite", THRESHOLDS[work.config.deduplicate])
+
+
+def _ends(parts: list) -> np.ndarray:
+    return np.cumsum([len(part) for part in parts], dtype=np.int64)
+
+
+def _shown(items: Iterable[T], what: str, **options: object) -> Iterator[T]:
+    """The items, with a progress bar once it has taken two seconds."""
+    return tqdm(items, what, delay=2.0, leave=False, disable=None, **options)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{os.getpid()}")
+
+
+def _write(path: Path, data: bytes) -> None:
+    _temporary(path).write_bytes(data)
+    _temporary(path).replace(path)
