@@ -10,11 +10,10 @@ operation and returns a `Handle`; `handle.wait()` gives the result.
 
 Read `operations` (what the library uses) and `traffic` (the counters), `rings` (how the operations
 are built from messages between two ranks), `autograd` (their derivatives), `cost` (how long they
-take on which wire), `emulation` (a slow wire on one machine), `agreement` (ranks that call
-different operations).
+take on which wire), `emulation` (a slow wire on one machine), `failures` (ranks that die, hang or
+call different operations).
 """
 
-from course_lib.collectives.agreement import check_agreement
 from course_lib.collectives.cost import (
     ETHERNET_1G,
     ETHERNET_10G,
@@ -27,8 +26,8 @@ from course_lib.collectives.cost import (
     time_of,
 )
 from course_lib.collectives.emulation import EmulatedLink, measure_gloo, scaled
+from course_lib.collectives.failures import CollectiveError, DisagreementError, check_agreement
 from course_lib.collectives.operations import (
-    CollectiveError,
     Handle,
     all_gather,
     all_reduce,
@@ -41,7 +40,8 @@ from course_lib.collectives.traffic import Call, Traffic, Transfer, count_traffi
 
 __all__ = [
     "ETHERNET_1G", "ETHERNET_10G", "ETHERNET_100G", "LINKS", "NVLINK_4",
-    "Call", "CollectiveError", "EmulatedLink", "Handle", "Link", "Traffic", "Transfer",
-    "all_gather", "all_reduce", "all_to_all", "broadcast", "check_agreement", "count_traffic",
-    "exchange", "fit", "measure_gloo", "reduce_scatter", "scaled", "sent_bytes", "time_of",
+    "Call", "CollectiveError", "DisagreementError", "EmulatedLink", "Handle", "Link", "Traffic",
+    "Transfer", "all_gather", "all_reduce", "all_to_all", "broadcast", "check_agreement",
+    "count_traffic", "exchange", "fit", "measure_gloo", "reduce_scatter", "scaled", "sent_bytes",
+    "time_of",
 ]  # fmt: skip

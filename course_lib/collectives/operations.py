@@ -19,22 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.collectives import cost, emulation
-from course_lib.collectives.agreement import require_agreement
+from course_lib.collectives.failures import CollectiveError, DisagreementError, require_agreement
 from course_lib.collectives.traffic import Call, Transfer, count_call, count_wait
 
 # Newer names first: PyTorch 2.13 warns at the old ones.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class CollectiveError(RuntimeError):
-    """A collective that did not end: a peer died, hung, or called another one."""
-
-    def __init__(self, call: Call, rank: int):
-        super().__init__(
-            f"{call.kind} of {call.payload_bytes} bytes for {call.purpose!r} over {call.ranks} "
-            f"ranks failed on rank {rank}: a peer died, hangs, or is in another collective"
-        )
 
 
 class Handle:
@@ -55,7 +45,7 @@ class Handle:
                 if self._pending is not None:
                     self._pending.wait()
             except RuntimeError as error:
-                raise CollectiveError(self._call, dist.get_rank()) from error
+                raise CollectiveError.of(self._call, error) from error
             end_s = time.perf_counter()
             count_wait(self._transfer(end_s), end_s - start_s)
             self._works = self._kept = None
@@ -149,7 +139,8 @@ def all_to_all(
     others = max(rows - sent_rows[own], sum(received_rows) - received_rows[own])
     row_bytes = tensor[:1].nbytes if rows else received[:1].nbytes
     return _launch(
-        "all_to_all", tensor, group, purpose, received, sent_bytes=others * row_bytes,
+        "all_to_all", tensor, group, purpose, received,
+        rows=(*sent_rows, *received_rows), sent_bytes=others * row_bytes,
         start=lambda: dist.all_to_all_single(
             received, tensor, list(received_rows), list(sent_rows), group, async_op=True
         ),
@@ -189,7 +180,7 @@ def exchange(
 
 def _launch(
     kind: str, tensor: Tensor, group, purpose: str, result: Tensor, detail: str = "", *,
-    start: Callable, sent_bytes: float | None = None,
+    start: Callable, sent_bytes: float | None = None, rows: Sequence[int] = (),
 ) -> Handle:  # fmt: skip
     _require_contiguous(tensor)
     ranks = dist.get_world_size(group)
@@ -197,8 +188,15 @@ def _launch(
     if sent_bytes is None:
         sent_bytes = cost.sent_bytes(kind, payload_bytes, ranks)
     call = Call(kind, purpose, ranks, payload_bytes, _name(group), sent_bytes)
-    shape = tuple(tensor.shape[kind == "all_to_all" :])  # parts may differ
-    require_agreement(f"{kind} {detail} of {tensor.dtype} {shape} for {purpose!r}", group)
+    shape = list(tensor.shape[1 if rows else 0 :])  # each rank may have its own number of rows
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    what = f"{kind}{detail and f' ({detail})'} of {dtype} {shape} for {purpose!r}"
+    try:
+        require_agreement(what, group, rows)
+    except DisagreementError:
+        raise
+    except RuntimeError as error:
+        raise CollectiveError.of(call, error) from error
     count_call(call)
     pending = emulation.launch(call, group)
     return Handle(result, call, [start()], pending, tensor)
