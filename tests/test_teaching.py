@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import course_lib.classroom as classroom
+from course_lib import training
 from course_lib.classroom import expect_failure, figures, journal, predict, progress, show, syllabus
 from course_lib.classroom.teaching import tidy
 
@@ -48,6 +49,11 @@ def test_show_prints_the_source_and_its_file(capsys):
     said = capsys.readouterr().out
     assert said.startswith("# course_lib/classroom/syllabus.py\ndef load(")
     assert '"""Read a syllabus file' in said
+
+
+def test_show_names_the_file_of_a_function_not_of_its_decorator(capsys):
+    show(training.adamw_update)
+    assert capsys.readouterr().out.startswith("# course_lib/training.py\n@torch.no_grad()\ndef ")
 
 
 def test_show_leaves_out_docstring_and_cuts_what_is_long(capsys):

@@ -38,7 +38,7 @@ def show(thing: Any, *, docstring: bool = True, lines: int = 80) -> None:
     """
     try:
         source = textwrap.dedent(inspect.getsource(thing)).rstrip()
-        file = Path(inspect.getsourcefile(thing))
+        file = Path(inspect.getsourcefile(inspect.unwrap(thing)))  # a decorator has its own
     except (TypeError, OSError):
         raise TypeError(
             f"show({reprlib.repr(thing)}): there is no Python source for it; give a function, a "
