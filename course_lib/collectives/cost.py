@@ -54,7 +54,7 @@ def time_of(kind: str, payload_bytes: float, ranks: int, link: Link) -> float:
 
 def steps(kind: str, ranks: int) -> int:
     """Number of messages that follow one another."""
-    if kind == "send":
+    if kind in ("send", "receive"):
         return 1
     if kind == "broadcast":
         return (ranks - 1).bit_length()  # log2, rounded up

@@ -45,13 +45,11 @@ class EmulatedLink:
         self._free_s = 0.0  # when the wire is done with all those that are known
 
     def __str__(self):
+        text = f"emulated link of {_readable(self.link)}"
         if self.scale == 1:
-            return f"emulated link, {_readable(self.link)}"
+            return text
         real = Link(self.link.latency_s / self.scale, self.link.bytes_per_s * self.scale)
-        return (
-            f"emulated link, {_readable(self.link)}: stands for {_readable(real)}, "
-            f"{self.scale:,.0f} times slower as compute is"
-        )
+        return f"{text}: {_readable(real)} at scale 1 : {self.scale:,.0f}"
 
     def __enter__(self) -> "EmulatedLink":
         gloo = self._gloo_bytes_per_s or measure_gloo()
@@ -194,4 +192,6 @@ def measure_gloo(payload_bytes: int = 4 << 20, trials: int = 5) -> float:
 
 
 def _readable(link: Link) -> str:
-    return f"{link.bytes_per_s / 1e6:,.4g} MB/s and {link.latency_s * 1e6:,.4g} \u00b5s"
+    figures = [link.bytes_per_s / 1e6, link.latency_s * 1e6]
+    speed, latency = (f"{x:,.0f}" if x >= 1000 else f"{x:.4g}" for x in figures)
+    return f"{speed} MB/s and {latency} \u00b5s"
