@@ -20,9 +20,6 @@ class DataConfig:
     corpus: Annotated[
         str, "'shakespeare', 'aws-docs', 'python-docs', 'tinystories', … or a path"
     ] = "shakespeare"
-    clean: Annotated[bool, "take HTML, control characters and spare blanks out of the text"] = False
-    deduplicate: Annotated[Duplicates, "which repeated documents to leave out"] = "none"
-    processes: Annotated[int, "that prepare text; 1: this one"] = 1
     tokenizer: Annotated[str, "'bpe' (learned) or the path of a tokenizer.json"] = "bpe"
     sequence_length: Annotated[int, "tokens in a sample"] = 256
     packing: Annotated[Packing, "'stream', 'documents' (kept apart) or 'pad' (each alone)"] = (
@@ -33,6 +30,9 @@ class DataConfig:
     mixture: Annotated[
         dict[str, float], "corpora instead of `corpus`, each with its weight, in any unit"
     ] = field(default_factory=dict)
+    clean: Annotated[bool, "take HTML, control characters and spare blanks out of the text"] = False
+    deduplicate: Annotated[Duplicates, "which repeated documents to leave out"] = "none"
+    processes: Annotated[int, "that prepare text; 1: this one"] = 1
     workers: Annotated[int, "batches in the making ahead of training; 0: none, made in turn"] = 1
     worker_kind: Annotated[WorkerKind, "what makes them"] = "thread"
     cache: Annotated[str | None, "folder (default: ~/.cache/one-gpu-to-many)"] = None

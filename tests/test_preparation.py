@@ -1,0 +1,284 @@
+"""Preparation: from corpora to shards, once, over processes, after any interruption."""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from course_lib.data import (
+    DataConfig,
+    DataError,
+    batch,
+    evaluation_batches,
+    load_corpus,
+    load_tokenizer,
+    open_datasets,
+    prepare,
+    train_tokenizer,
+)
+from course_lib.data import corpora as corpora_module
+from course_lib.data import tokenizer as tokenizer_module
+from course_lib.data.pipeline import Split, drawn
+from tests import checks_data as checks
+from tests import checks_text
+from tests.checks_text import configure
+
+ROOT = Path(__file__).parents[1]
+TEXTS = [
+    "To be, or not to be: that is the question.\nWhether 'tis nobler in the mind\n" * 20,
+    "Übung macht den Meister — 练习 🎭\n\n\n   spaces\tand tabs \n" * 20,
+]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    return checks_text.small_corpus(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(TEXTS, 400)
+
+
+def test_held_out_documents_are_whole_and_never_trained_on(tmp_path):
+    checks.check_split(tmp_path)
+
+
+def test_preparing_twice_finds_the_first_result(texts, monkeypatch):
+    config = configure(texts)
+    first = prepare(config, 300)
+    stamp = (first.sources[0].train / "index.json").stat().st_mtime_ns
+    monkeypatch.setattr(tokenizer_module, "train_tokenizer", None)
+    assert prepare(config, 300) == first
+    assert (first.sources[0].train / "index.json").stat().st_mtime_ns == stamp
+
+
+def test_preparing_anew_gives_identical_files(texts, tmp_path):
+    one = prepare(configure(texts), 300)
+    two = prepare(configure(texts, cache=str(tmp_path / "other")), 300)
+    assert one.fingerprint == two.fingerprint
+    for path in one.directory.rglob("*"):
+        if path.is_file():
+            assert (
+                path.read_bytes() == (two.directory / path.relative_to(one.directory)).read_bytes()
+            )
+
+
+def test_the_fingerprint_changes_with_anything_that_changes_samples(texts):
+    base = prepare(configure(texts), 300)
+    others = [
+        prepare(configure(texts, **change), 300)
+        for change in ({"sequence_length": 8}, {"packing": "pad"}, {"seed": 1}, {"held_out": 0.4})
+    ]
+    others.append(prepare(configure(texts), 301))
+    (texts / "1.txt").write_text("A changed document.")
+    others.append(prepare(configure(texts), 300))
+    assert len({base.fingerprint, *(other.fingerprint for other in others)}) == 7
+
+
+def test_two_processes_may_prepare_at_once_without_torch(texts):
+    code = (
+        "import sys; from course_lib.data import DataConfig, prepare;"
+        "c = DataConfig(sys.argv[1], sequence_length=16, held_out=0.2, cache=sys.argv[2]);"
+        "print(prepare(c, 300).fingerprint); assert 'torch' not in sys.modules"
+    )
+    cache = texts.parent / "cache"
+    command = [sys.executable, "-c", code, str(texts), str(cache)]
+    running = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    printed = {process.communicate()[0].strip() for process in running}
+    assert [process.returncode for process in running] == [0, 0]
+    assert printed == {prepare(configure(texts), 300).fingerprint}
+    assert len([path for path in (cache / "prepared").iterdir() if path.is_dir()]) == 1
+
+
+def test_one_document_is_cut_at_the_end_of_a_line(tmp_path):
+    path = tmp_path / "play.txt"
+    text = "".join(f"Line {i} of the only play.\n" for i in range(100))
+    path.write_text(text)
+    prepared = prepare(configure(path, held_out=0.1), 300)
+    tokenizer = load_tokenizer(prepared.tokenizer)
+    train, held_out = open_datasets(prepared, configure(path))
+    (head,) = checks.documents(train.shards, tokenizer)
+    (tail,) = checks.documents(held_out.shards, tokenizer)
+    assert head + tail == text
+    assert head.endswith("\n")
+    assert 0.08 < len(tail) / len(text) < 0.12
+    assert train.text_bytes + held_out.text_bytes == len(text)
+
+
+def test_no_held_out_text_is_possible(texts):
+    config = configure(texts, held_out=0.0)
+    prepared = prepare(config, 300)
+    assert prepared.sources[0].held_out is None
+    train, held_out = open_datasets(prepared, config)
+    assert held_out is None
+    assert train.shards.documents == 10
+
+
+def test_short_held_out_text_is_still_evaluated(tmp_path):
+    path = tmp_path / "long.txt"
+    path.write_text("A long text, longer than the windows are. " * 50)
+    config = configure(path, held_out=0.005)
+    _, held_out = open_datasets(prepare(config, 300), config)
+    assert sum(b.valid for b in evaluation_batches(held_out, 0, 1, 2)) == len(held_out.shards) - 1
+
+
+def test_the_tokenizer_learns_from_training_text_only(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("king and queen and fool\n" * 40 + "zyzzyva " * 20)
+    prepared = prepare(configure(path, held_out=0.15), 400)
+    assert "fool" in prepared.tokenizer.read_text()
+    assert "zyzzyva" not in prepared.tokenizer.read_text()
+
+
+def split_of(texts: list[str], share: float, seed: int) -> list[tuple[str, bool]]:
+    """The parts of all texts, each with whether it is held out."""
+    draws = [drawn(text, seed) for text in texts]
+    out = sum(len(text) for text, draw in zip(texts, draws) if draw < share * 2**64)
+    split = Split(share, (sum(map(len, texts)) - out, out))
+    return [part for text, draw in zip(texts, draws) for part in split.parts(text, draw)]
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6])
+def test_about_the_wanted_share_is_held_out_of_any_corpus(share):
+    """Many equal documents, few of them, copies only, and one that outweighs the others."""
+    many, few = [f"{i} " * 50 for i in range(1000)], ["a " * 500, "b " * 500]
+    for texts in (many, few, ["copy " * 100] * 5, ["big " * 10_000, *few]):
+        for seed in range(5):
+            parts = split_of(texts, share, seed)
+            out = sum(len(text) for text, out in parts if out)
+            total = sum(len(text) for text in texts)
+            assert share / 2 <= out / total <= min(2 * share, 0.9)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.2, 0.5, 0.8])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Title\n" + "one long line " * 200,
+        "one long line " * 200 + "\nThe end",
+        "abcdefgh\n" * 12,
+        ("a" * 60 + "\n") * 2,
+        "x" * 100,
+        "\n" * 99 + "x",
+        "a line\n" * 1000,
+    ],
+)
+def test_about_the_wanted_share_is_held_out_of_a_single_text(text, share):
+    (head, out), (tail, last) = split_of([text], share, 0)
+    assert (head + tail, out, last) == (text, False, True)
+    assert share / 2 <= len(tail) / len(text) <= 2 * share
+    assert (1 - share) / 2 <= len(head) / len(text)
+
+
+def test_of_two_short_lines_something_is_trained_on(tmp_path):
+    path = tmp_path / "two.txt"
+    path.write_text("abcdefgh\n" * 2)
+    config = configure(path, packing="pad")
+    train, held_out = open_datasets(prepare(config, 300), config)
+    assert len(train.shards) > len(held_out.shards) > 2
+
+
+def test_a_lost_held_out_folder_is_refused(texts):
+    prepared = prepare(configure(texts), 300)
+    prepared.sources[0].held_out.rename(texts / "elsewhere")
+    with pytest.raises(DataError, match=r"held_out/index\.json is missing"):
+        prepare(configure(texts), 300)
+
+
+def test_a_tokenizer_of_another_corpus_in_the_cache_is_refused(texts):
+    prepared = prepare(configure(texts), 300)
+    train_tokenizer(TEXTS, 300).save(prepared.tokenizer)
+    with pytest.raises(DataError, match=r"tokenizer\.json is not what .*train/index\.json was"):
+        prepare(configure(texts), 300)
+
+
+@pytest.mark.parametrize("name", ["a**b", "x[1]", "what?", "é" * 120])
+def test_a_corpus_may_have_any_name(texts, name):
+    moved = texts.rename(texts.parent / name)
+    prepared = prepare(configure(moved), 300)
+    assert open_datasets(prepared, configure(moved))[0].shards.documents > 0
+
+
+@pytest.mark.parametrize("path", ["", "~nosuch/x", "x" * 300, "/" + "x/" * 3000, "a\0b"])
+def test_a_path_that_cannot_be_is_one_plain_fault(path):
+    for config in (DataConfig(path), DataConfig("python-docs", path)):
+        (fault,) = config.faults()
+        assert "nearest: " in fault
+        assert "\n" not in fault
+    with pytest.raises(DataError, match=r"^corpus = .* nearest: 'shakespeare'$"):
+        load_corpus(path)
+    with pytest.raises(DataError, match=r"is not a tokenizer\.json"):
+        load_tokenizer(path)
+    assert len(DataConfig("python-docs", cache="~nosuch/x").faults()) == 1
+
+
+def test_a_cache_that_is_no_folder_is_refused_by_name(texts, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for cache in (file, file / "below", tmp_path / ("x" * 300)):
+        with pytest.raises(DataError, match=f"the cache {cache}: ") as error:
+            prepare(configure(texts, cache=str(cache)), 300)
+        assert "\n" not in str(error.value)
+        with pytest.raises(DataError, match=f"the cache {cache}: "):
+            load_corpus("shakespeare", cache, fallback="python-docs")
+
+
+@pytest.mark.parametrize("below", ["", "prepared"])
+def test_a_cache_without_the_right_to_write_is_refused_by_name(texts, tmp_path, below, monkeypatch):
+    def refuse(path, *_, **__):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    cache = tmp_path / "cache"
+    if below:
+        (cache / below).mkdir(parents=True)
+        monkeypatch.setattr(Path, "open", refuse)
+        monkeypatch.setattr(corpora_module, "_sha256", lambda path: "")
+    else:
+        monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(DataError, match=f"the cache {cache}: .*Permission denied: '{cache}"):
+        prepare(configure(texts), 300)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_filled_cache_is_read_without_the_right_to_write(texts, tmp_path):
+    prepared = prepare(configure(texts), 300)
+    (tmp_path / "cache" / "prepared").chmod(0o500)
+    assert prepare(configure(texts), 300) == prepared
+    with pytest.raises(DataError, match=r"the cache .*Permission denied"):
+        prepare(configure(texts), 301)
+
+
+def test_damaged_preparation_is_refused_when_it_is_opened(texts):
+    config = configure(texts)
+    prepared = prepare(config, 300)
+    path = prepared.sources[0].train / "tokens-00000.bin"
+    data = bytearray(path.read_bytes())
+    data[10] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"tokens-00000\.bin was altered between byte 0 and"):
+        open_datasets(prepared, config)
+
+
+def test_all_faults_of_a_configuration_are_named_at_once():
+    config = DataConfig("shakespear", "wordpiece", 0, held_out=1.5)
+    faults = "\n".join(config.faults())
+    for part in ("nearest: 'shakespeare'", "nearest: 'bpe'", "at least 1", "below 1"):
+        assert part in faults
+    assert len(config.faults()) == 4
+    with pytest.raises(ValueError, match=r"\[data\] corpus[\s\S]*\[data\] held_out"):
+        prepare(config, 300)
+    assert DataConfig().faults() == []
+
+
+def test_nothing_is_warned_about_in_a_plain_run(texts):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = configure(texts)
+        train, _ = open_datasets(prepare(config, 300), config)
+        batch(train, 0, range(4), 4)
