@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from course_lib import collectives
+from course_lib import collectives, data_parallel
 from course_lib.mesh import Mesh
 from course_lib.parameters import ParameterRecord
 
@@ -39,7 +38,7 @@ def finish_gradients(
 
     clip_norm: largest norm left; None leaves the gradient as it is.
     loss_scale: factor that the loss was multiplied by (fp16).
-    reduce: what sums gradients over ranks; default `sum_over_ranks`.
+    reduce: what sums gradients over ranks; default `data_parallel.sum_flattened`.
     Gradients change in place; a parameter without one gets zeros, so that no rank skips a
     collective. Where the norm is not finite, nothing is clipped and `finite` is False.
     """
@@ -47,7 +46,7 @@ def finish_gradients(
     for record in records:
         if record.parameter.grad is None:
             record.parameter.grad = torch.zeros_like(record.parameter)
-    (reduce or sum_over_ranks)(records, mesh)
+    (reduce or data_parallel.sum_flattened)(records, mesh)
     gradients = [record.parameter.grad for record in records]
     if loss_scale != 1:
         torch._foreach_mul_(gradients, 1 / loss_scale)
@@ -57,23 +56,6 @@ def finish_gradients(
         if factor < 1:
             torch._foreach_mul_(gradients, factor)
     return Finished(norm, math.isfinite(norm))
-
-
-def sum_over_ranks(records: Records, mesh: Mesh) -> None:
-    """Sum each gradient over the axes that its record names, all of one kind in one message."""
-    alike: dict[tuple, list[Tensor]] = {}
-    for record in records:
-        axes = tuple(axis for axis in record.summed_over if mesh.group(axis) is not None)
-        alike.setdefault((axes, record.parameter.grad.dtype), []).append(record.parameter.grad)
-    for (axes, _), gradients in alike.items():
-        if not axes:
-            continue
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        for axis in axes:
-            collectives.all_reduce(flat, mesh.group(axis), "gradients").wait()
-        pieces = flat.split([gradient.numel() for gradient in gradients])
-        for gradient, piece in zip(gradients, pieces):
-            gradient.copy_(piece.view_as(gradient))
 
 
 def gradient_norm(records: Records, mesh: Mesh) -> float:

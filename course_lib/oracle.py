@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_lib.data import Batch
+from course_lib.data_parallel import DataParallel
 from course_lib.mesh import Mesh
 from course_lib.model import ModelConfig, ParameterSpec, Transformer, build, initial_rows
 from course_lib.parameters import ParameterRecord, gather_full, materialise
@@ -31,6 +32,8 @@ LEARNING_RATE = 0.1
 SMALL = ModelConfig(layers=2, width=24, heads=4, vocab=37, context=12)
 
 Step = Callable[[TrainingState, Sequence[Batch], float], tuple[float, float]]
+Replicate = Callable[[nn.Module, Sequence[ParameterRecord], Mesh], DataParallel]
+Change = Callable[[nn.Module], None]
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ def assert_same_training(
     clip_norm: float = 0.0,
     dtype: torch.dtype = torch.float64,
     step: Step | None = None,
+    replicate: Replicate | None = None,
+    change: Change | None = None,
     seed: int = 0,
 ) -> list[Snapshot]:
     """Train the plain model and the parallel one on the same global batches, and compare.
@@ -65,6 +70,8 @@ def assert_same_training(
     clip_norm: 0 is off; something small makes clipping bind.
     step: replaces the library's `training_step` (to prove a learner's own one); takes the state,
         this rank's micro-batches and the learning rate; returns the loss and the gradient norm.
+    replicate: makes the candidate data-parallel; default one message after backward.
+    change: done to the plain model on both sides before it is used, such as freezing a part.
     Returns the reference's snapshots. Raises AssertionError naming the first thing that differs,
     the ratio to the reference and what such a ratio usually means.
     """
@@ -73,8 +80,8 @@ def assert_same_training(
         random_batch(config, ranks * accumulation * micro_batch, index, seed)
         for index in range(steps)
     ]
-    reference = train_plain(config, batches, clip_norm, dtype, seed)
-    state = prepare(config, mesh, transform, dtype, seed)
+    reference = train_plain(config, batches, clip_norm, dtype, seed, change)
+    state = prepare(config, mesh, transform, dtype, seed, replicate, change)
     step = step or _library_step(clip_norm)
     for index, batch in enumerate(batches):
         own = split(batch, ranks, accumulation)[mesh.rank("dp")]
@@ -140,9 +147,12 @@ def train_plain(
     clip_norm: float = 0.0,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
+    change: Change | None = None,
 ) -> list[Snapshot]:
     """The reference: undivided batches, one process, PyTorch's own functions only."""
     model = build(config, seed, dtype=dtype)
+    if change is not None:
+        change(model)
     for name, parameter in model.named_parameters():
         parameter.data.add_(_offset(name, parameter.shape, seed).to(dtype))
     snapshots = []
@@ -154,26 +164,36 @@ def train_plain(
         )
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm or math.inf)
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= LEARNING_RATE * parameter.grad
+            for name, gradient in gradients.items():
+                model.get_parameter(name).sub_(LEARNING_RATE * gradient)
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
         snapshots.append(Snapshot(loss.item(), norm.item(), gradients, weights))
     return snapshots
 
 
-def prepare(config, mesh: Mesh, transform=None, dtype=torch.float64, seed: int = 0):
+def prepare(
+    config, mesh: Mesh, transform=None, dtype=torch.float64, seed: int = 0, replicate=None,
+    change=None,
+) -> TrainingState:  # fmt: skip
     """The candidate: the model under test with the reference's weights, and SGD."""
     with torch.device("meta"):
         model = Transformer(config, seed)
+        if change is not None:
+            change(model)
     if transform is not None:
         model = transform(model, mesh)
     records = materialise(model, mesh, seed, dtype)
     _add_offsets(records, seed)
     sgd = TrainingConfig(optimizer="sgd", weight_decay=0.0)
     optimizer = make_optimizer(sgd, [(r.parameter, r.spec.decay) for r in records])
-    return TrainingState(model.train(), records, mesh, optimizer, scaler=None)
+    replicas = replicate(model, records, mesh) if replicate is not None else None
+    return TrainingState(model.train(), records, mesh, optimizer, scaler=None, replicas=replicas)
 
 
 def _offset(name: str, shape, seed: int) -> Tensor:
@@ -191,12 +211,13 @@ def _add_offsets(records: Sequence[ParameterRecord], seed: int) -> None:
 
 def take_snapshot(state: TrainingState, loss: float, grad_norm: float) -> Snapshot:
     """Whole gradients and weights of a state, on every rank. Collective."""
-    gradients = {r.name: r.parameter.grad for r in state.records}
+    trained = [r for r in state.records if r.parameter.requires_grad]
+    gradients = {r.name: r.parameter.grad for r in trained}
     weights = {r.name: r.parameter.detach() for r in state.records}
     return Snapshot(
         loss,
         grad_norm,
-        gather_full(state.records, gradients, state.mesh),
+        gather_full(trained, gradients, state.mesh),
         gather_full(state.records, weights, state.mesh),
     )
 

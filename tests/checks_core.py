@@ -22,6 +22,7 @@ from course_lib.mesh import Mesh, make_mesh
 from course_lib.model import ModelConfig, ParameterSpec, Transformer, declare
 from course_lib.oracle import assert_same_training, random_batch, split
 from course_lib.parameters import assert_replicas_agree, build_records
+from course_lib.trainer.settings import ParallelConfig
 from course_lib.trainer.step import TrainingState, parallelize, training_step
 from course_lib.training import (
     IGNORE,
@@ -429,7 +430,7 @@ def check_decay_groups(mesh: Mesh) -> None:
 def check_materialised(mesh: Mesh, compiled: bool = False) -> None:
     """DP-13: nothing holds old parameters, ties are made again, all buffers are as built."""
     for config in (TINY, TINY_LLAMA):
-        state = parallelize(config, TrainingConfig(), mesh, compiled)
+        state = parallelize(config, TrainingConfig(), mesh, ParallelConfig(compile=compiled))
         parameters = dict(state.model.named_parameters())
         assert not any(p.is_meta for p in parameters.values())
         head, embedding = state.model.head.weight, state.model.embedding.weight

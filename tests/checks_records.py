@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from course_lib import collectives
 from course_lib.collectives import Call, count_traffic
-from course_lib.gradients import finish_gradients, gradient_norm, sum_over_ranks
+from course_lib.data_parallel import sum_flattened
+from course_lib.gradients import finish_gradients, gradient_norm
 from course_lib.mesh import AXES, Mesh
 from course_lib.model import ParameterSpec, declare
 from course_lib.parameters import (
@@ -166,7 +167,7 @@ def check_sums(mesh: Mesh) -> None:
     place = 1 + mesh.rank("dp") + 10 * mesh.rank("tp")
     for record in records:
         record.parameter.grad = torch.full_like(record.parameter, place)
-    sum_over_ranks(records, mesh)
+    sum_flattened(records, mesh)
     dp = range(mesh.size("dp"))
     over_dp = sum(1 + d + 10 * mesh.rank("tp") for d in dp)
     over_both = sum(1 + d + 10 * t for d in dp for t in range(mesh.size("tp")))
@@ -196,7 +197,7 @@ def check_strided_gradients_are_summed(mesh: Mesh) -> None:
         local = filled(record, gradients[record.name])
         strided = local.dim() == 2 and mesh.rank("dp") == 0
         record.parameter.grad = local.t().contiguous().t() if strided else local
-    sum_over_ranks(records, mesh)
+    sum_flattened(records, mesh)
     parts = [random_whole(seed=rank) for rank in range(mesh.size("dp"))]
     for record in records:
         want = filled(record, sum(part[record.name] for part in parts))

@@ -7,14 +7,23 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from course_lib import checkpoint, collectives
 from course_lib.config import to_toml
-from course_lib.data import batch, evaluation_batches, load_tokenizer, open_datasets, prefetch
+from course_lib.data import (
+    Batch,
+    evaluation_batches,
+    fetch_ahead,
+    load_tokenizer,
+    micro_batches,
+    open_datasets,
+)
 from course_lib.data import prepare as prepare_data
+from course_lib.data_parallel import agree
 from course_lib.mesh import Mesh
 from course_lib.model import generate
 from course_lib.trainer import metrics
@@ -45,7 +54,7 @@ class Trainer:
         self.directory = Path(config.run.directory)
         self.prepared = prepare_data(config.data, config.model.vocab)
         self.train_data, self.held_out = open_datasets(self.prepared, config.data)
-        self.state = parallelize(config.model, config.training, mesh, config.parallel.compile)
+        self.state = parallelize(config.model, config.training, mesh, config.parallel)
         self.tokens = 0  # valid tokens trained on so far
         self._resume()
         self._first = self.state.data_step  # of this process
@@ -77,7 +86,7 @@ class Trainer:
         return self.state.optimizer_step >= self.config.training.steps
 
     def _train(self) -> None:
-        with closing(prefetch(self._batches(), depth=2)) as batches:
+        with closing(self._batches()) as batches:
             while not self._finished and not self._stop_agreed():
                 self._train_one_step(batches)
         self.save()  # before anything else can go wrong
@@ -110,17 +119,17 @@ class Trainer:
             if _due(state.data_step, run.eval_every):
                 self.evaluate()
 
-    def _batches(self) -> Iterator[list]:
+    def _batches(self) -> Iterator[list[Batch]]:
         """This rank's micro-batches of each global batch, from the next data step on."""
-        layout, size = self.layout, self.config.training.micro_batch
-        for step in itertools.count(self.state.data_step):
-            first = self.mesh.rank("dp") * layout.accumulation * size
-            yield [
-                batch(
-                    self.train_data, step, range(at, at + size), layout.global_batch
-                ).to(self.mesh.device)
-                for at in range(first, first + layout.accumulation * size, size)
-            ]  # fmt: skip
+        data, layout, size = self.config.data, self.layout, self.config.training.micro_batch
+        count = layout.accumulation * size
+        own = range(self.mesh.rank("dp") * count, (self.mesh.rank("dp") + 1) * count)
+        make = partial(self.train_data.samples, indices=own, global_batch=layout.global_batch)
+        first = self.state.data_step
+        ahead = fetch_ahead(make, itertools.count(first), data.workers, data.worker_kind)
+        with closing(ahead):
+            for step, rows in zip(itertools.count(first), ahead):
+                yield micro_batches(rows, own, step, size)
 
     def _stop_agreed(self) -> bool:
         """Whether any rank was asked to stop: all ranks leave after the same step."""
@@ -130,8 +139,7 @@ class Trainer:
 
     def _any_rank(self, condition: bool) -> bool:
         """Whether a condition holds on any rank. Collective."""
-        flag = torch.tensor(int(condition), device=self.mesh.device)
-        return bool(collectives.all_reduce(flag, self.mesh.world, "agreement", op="max").wait())
+        return agree(condition, self.mesh)
 
     def _report_skip(self, result: StepResult) -> None:
         state, limit = self.state, self.config.training.max_skipped

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from course_lib.config import ConfigError, load
 from course_lib.data import DataConfig
+from course_lib.data_parallel import BUCKET_BYTES
 from course_lib.model import ModelConfig
 from course_lib.training import TrainingConfig
 
@@ -14,12 +15,23 @@ class ParallelConfig:
     """How the work is divided over ranks."""
 
     dp: Annotated[int | None, "data-parallel ranks; none: what is left of the world size"] = None
+    overlap: Annotated[bool, "send gradients while backward runs; backend pytorch always does"] = (
+        True
+    )
+    bucket_bytes: Annotated[int, "gradients of about so many bytes travel in one message"] = (
+        BUCKET_BYTES
+    )
     compile: Annotated[bool, "run the model through torch.compile"] = False
-    backend: Annotated[Literal["course"], "whose parallel parts are used"] = "course"
+    backend: Annotated[
+        Literal["course", "pytorch"], "whose parallel parts are used; pytorch: DDP"
+    ] = "course"
 
     def faults(self) -> list[str]:
         """Everything that is wrong with these values."""
-        return [] if self.dp is None or self.dp >= 1 else ["dp must be at least 1"]
+        found = [] if self.dp is None or self.dp >= 1 else ["dp must be at least 1"]
+        if self.bucket_bytes < 1:
+            found.append(f"bucket_bytes {self.bucket_bytes} must be at least 1")
+        return found
 
 
 @dataclass(frozen=True)

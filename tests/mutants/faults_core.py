@@ -50,6 +50,7 @@ def divide_by_accumulation_too(put: Put) -> None:
     right = training.accumulate
 
     def twice(model, micro_batches, divisor, *rest):
+        micro_batches = list(micro_batches)
         loss = right(model, micro_batches, divisor * len(micro_batches), *rest)
         return loss * len(micro_batches)  # what is reported looks right
 
@@ -59,6 +60,7 @@ def divide_by_accumulation_too(put: Put) -> None:
 
 def mean_of_means(put: Put) -> None:
     def accumulate(model, micro_batches, divisor, *_):
+        micro_batches = list(micro_batches)
         total = torch.zeros((), dtype=torch.float64)
         for batch in micro_batches:
             nats = training.loss_sum(model(**batch.inputs()), batch.labels)

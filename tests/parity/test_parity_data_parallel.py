@@ -1,10 +1,12 @@
-"""Plain data parallelism against the oracle, on 1 to 4 ranks.
+"""Data parallelism against the oracle: 1 to 4 ranks, every way of summing, every shape.
 
-One start of the ranks runs all cases of a world size. The full product runs on 1 rank, most of it
-on 2, a chosen set on 3 (which divides little) and 4.
+One start of the ranks runs all cases of a world size. With plain summing the full product runs on
+1 rank, most of it on 2, a chosen set on 3 (which divides little) and 4; then every method on
+2, 3 and 4 ranks, with unused, frozen and tied parameters.
 """
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -12,7 +14,8 @@ import torch
 
 from course_lib.mesh import Mesh
 from course_lib.model import ModelConfig
-from tests.checks_core import TINY_LLAMA, check_training, on_ranks
+from tests.checks_core import TINY, TINY_LLAMA, check_training, on_ranks
+from tests.checks_data_parallel import METHODS, TIED, add_unused, check_method, freeze_some
 
 GPT2 = ModelConfig(layers=2, width=20, heads=4, vocab=29, context=9)  # tied, with biases
 SHAPES = {
@@ -64,3 +67,39 @@ def test_data_parallel_training_equals_the_plain_model(ranks, cases):
         check_training(Mesh.single(), *cases)
     else:
         on_ranks(check_training, {"dp": ranks}, *cases)
+
+
+FEW = ["each", "flat", "buckets, several", "overlap, several", "pytorch"]
+
+
+def check_methods(mesh: Mesh, few: bool) -> None:
+    """Each way of summing: accumulation x clipping, tied and untied, fp32, unused and frozen.
+
+    With one sample a micro-batch the first rank's labels are all masked (see random_batch).
+    few: only what may differ between numbers of ranks.
+    """
+    check = partial(check_method, mesh, steps=3)
+    untied = replace(TINY, tie_embeddings=False)
+    for name in FEW if few else METHODS:
+        check(name, config=TIED, accumulation=3, clip_norm=0.05)
+        check(name, config=untied, accumulation=1, micro_batch=1)
+        check(name, config=TINY, change=freeze_some if name == "pytorch" else freeze_and_add)
+        if few:
+            continue
+        check(name, config=TIED, accumulation=1, clip_norm=0.05)
+        check(name, config=TINY, accumulation=3)
+        check(name, config=TINY, clip_norm=0.05, dtype=torch.float32)
+
+
+def freeze_and_add(model) -> None:
+    """Frozen and unused parameters in one model."""
+    freeze_some(model)
+    add_unused(model)
+
+
+@pytest.mark.trap("ACC-04")
+@pytest.mark.trap("ACC-09")
+@pytest.mark.trap("CLIP-02")
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_way_of_summing_equals_the_plain_model(ranks):
+    on_ranks(check_methods, {"dp": ranks}, ranks > 2, timeout_s=120)
