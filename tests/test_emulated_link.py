@@ -4,7 +4,10 @@ Nothing here says how fast a machine is: times of the wire are computed, times o
 lower bounds. tests/bench/link.py measures how close they come.
 """
 
+import math
 import time
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,21 +76,24 @@ def test_a_late_rank_delays_all():
 
 def check_queue(mesh: Mesh) -> None:
     """Three transfers launched at once follow one another, in whatever order they're waited for."""
+    naps = []
+    emulation.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=naps.append)
     with count_traffic() as traffic, wire():
-        handles = [
-            collectives.all_reduce(torch.ones(1000 * n), mesh.world, f"{n}") for n in (1, 2, 3)
-        ]
-        assert handles[0].finish_time < handles[1].finish_time
-        time.sleep(0.06)
+        sizes = [1000, 2000, 3000]
+        handles = [collectives.all_reduce(torch.ones(n), mesh.world, str(n)) for n in sizes]
+        ends = [handle.finish_time for handle in handles]
+        time.sleep(max(ends[-1] - time.perf_counter(), 0))  # compute in the meantime
         for handle in reversed(handles):
             handle.wait()
-            assert handle.finish_time <= time.perf_counter()
-    third, second, first = traffic.transfers
-    assert [t.call.purpose for t in (first, second, third)] == ["1", "2", "3"]
-    assert first.finished_s == second.started_s
-    assert second.finished_s == third.started_s
-    # Compute (the sleep) began before the transfers ended: that part of them is hidden.
-    assert traffic.waiting_s < third.finished_s - first.launched_s
+    assert not naps, "nothing was left to wait for"
+    transfers = traffic.transfers[::-1]
+    assert [transfer.call.purpose for transfer in transfers] == ["1000", "2000", "3000"]
+    assert [transfer.finished_s for transfer in transfers] == ends
+    for transfer, size in zip(transfers, sizes):
+        seconds = time_of("all_reduce", 4 * size, 2, LINK)
+        assert math.isclose(transfer.finished_s - transfer.started_s, seconds, abs_tol=1e-9)
+    for earlier, later in pairwise(transfers):
+        assert later.started_s >= earlier.finished_s
 
 
 def test_transfers_queue_and_compute_hides_them():
@@ -121,10 +127,11 @@ def check_two_groups(mesh: Mesh) -> None:
             first = collectives.all_reduce(torch.ones(9), mesh.group("tp"), "tp")
         own = collectives.all_reduce(torch.ones(9), mesh.group("dp"), "dp")
         own.wait()
+        dist.barrier()
         if late:
             first = collectives.all_reduce(torch.ones(9), mesh.group("tp"), "tp")
         assert first.wait().unique().tolist() == [2.0]
-        assert first.finish_time >= own.finish_time
+        assert first.finish_time > own.finish_time
 
 
 def test_groups_share_the_wire_but_do_not_wait_for_each_other():

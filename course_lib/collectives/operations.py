@@ -129,7 +129,7 @@ def all_to_all(
         if rows % ranks:
             raise ValueError(f"all_to_all cannot cut {rows} rows into {ranks} equal parts")
         sent_rows = received_rows = [rows // ranks] * ranks
-    elif sum(sent_rows) != rows or not len(sent_rows) == len(received_rows) == ranks:
+    elif sum(sent_rows or ()) != rows or not len(sent_rows) == len(received_rows or ()) == ranks:
         raise ValueError(
             f"all_to_all over {ranks} ranks got {rows} rows, to send {sent_rows} and to receive "
             f"{received_rows}: it needs one number a rank in each, and the first must sum to {rows}"
