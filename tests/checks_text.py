@@ -43,7 +43,8 @@ def words(count: int, seed: int) -> list[str]:
 
 def nearly(text: list[str], changed: int) -> list[str]:
     """The words of a text, of which a few in a row at its end are others."""
-    return [*text[: len(text) - changed], *(f"other{i}" for i in range(changed))]
+    kept = len(text) - changed
+    return [*text[:kept], *(f"{word}{text[0]}" for word in text[kept:])]
 
 
 def messy_corpus(folder: Path, documents: int = 60, size: int = 60) -> Path:

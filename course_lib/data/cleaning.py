@@ -28,9 +28,10 @@ _INLINE = (
 _TAGS = dict.fromkeys(_PARAGRAPHS.split(), "\n\n") | dict.fromkeys(_LINES.split(), "\n")
 _TAGS |= dict.fromkeys(_INLINE.split(), "")
 
-_HIDDEN = re.compile(  # its reach is bounded, or many that never end would take for ever
-    r"<!--.{0,100000}?-->|<(script|style)\b[^<>]{0,2000}>.{0,100000}?</\1\s{0,9}>", re.S | re.I
-)
+_HIDDEN = [(re.compile("<!--"), re.compile("-->"))] + [
+    (re.compile(rf"<{name}\b[^<>]{{0,2000}}>", re.I), re.compile(rf"</{name}\s{{0,9}}>", re.I))
+    for name in ("script", "style")
+]
 _NAME = r"</?(!?[a-z][a-z0-9]*)"  # a < without a > within 2,000 characters is just a sign
 _TAG = re.compile(_NAME + r"(?:[\s/][^<>]{0,2000})?>([ \t]*)", re.I)
 # Wider than _TAG, as a < may follow: once these are escaped, nothing can become a tag any more.
@@ -52,7 +53,9 @@ def clean(text: str) -> str:
     """
     text = _tidy(text)
     if "<" in text:
-        text = _TAG.sub(_shown, _HIDDEN.sub("", text))
+        for opening, closing in _HIDDEN:
+            text = _without(text, opening, closing)
+        text = _TAG.sub(_shown, text)
     if "&" in text:
         text = _tidy(_REFERENCE.sub(lambda found: html.unescape(found[0]), text))
     text = _blanks(text)
@@ -65,6 +68,15 @@ def _tidy(text: str) -> str:
     """One kind of line end, no control and zero-width characters, only plain blanks, NFC."""
     text = _UNSEEN.sub("", "\n".join(text.splitlines()))
     return text if text.isascii() else unicodedata.normalize("NFC", _SPACES.sub(" ", text))
+
+
+def _without(text: str, opening: re.Pattern, closing: re.Pattern) -> str:
+    """The text outside of what is opened and closed. One search each, so that it stays linear."""
+    kept, at = [], 0
+    while (start := opening.search(text, at)) and (stop := closing.search(text, start.end())):
+        kept.append(text[at : start.start()])
+        at = stop.end()
+    return "".join([*kept, text[at:]])
 
 
 def _blanks(text: str) -> str:
