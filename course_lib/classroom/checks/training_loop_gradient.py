@@ -90,7 +90,8 @@ def _flat(model: nn.Module) -> Tensor | None:
 
 
 def _same(got: Tensor, want: Tensor) -> bool:
-    return bool((got - want).norm() <= 1e-9 * want.norm())
+    # Clipping by hand may leave out the 1e-6 that PyTorch adds to the norm.
+    return bool((got - want).norm() <= 1e-5 * want.norm())
 
 
 def _gradient_mistake(got: Tensor, want: Tensor, parts: list[Batch], clip_norm: float) -> str:
@@ -224,10 +225,10 @@ def _require_figures(returned, loss: float, norm: float, clip_norm: float, parts
             "each step: use `.item()` or `.detach()`."
         )
     got_loss, got_norm = map(float, returned)
-    if not math.isclose(got_loss, loss, rel_tol=1e-9):
+    if not math.isclose(got_loss, loss, rel_tol=1e-6):
         raise WrongAnswer(f"{where}: the gradient is right. {_loss_mistake(got_loss, loss, parts)}")
-    if not math.isclose(got_norm, norm, rel_tol=1e-9):
-        if math.isclose(got_norm, norm * _valid(parts), rel_tol=1e-9):
+    if not math.isclose(got_norm, norm, rel_tol=1e-6):
+        if math.isclose(got_norm, norm * _valid(parts), rel_tol=1e-6):
             raise WrongAnswer(f"{where}: {_CLIPS_THE_SUM}")
         clipped = math.isclose(got_norm, min(norm, clip_norm), rel_tol=1e-3)
         told = " It is the norm after clipping; return the one before." if clipped else ""
@@ -237,7 +238,7 @@ def _require_figures(returned, loss: float, norm: float, clip_norm: float, parts
 
 
 def _loss_mistake(got: float, want: float, parts: list[Batch]) -> str:
-    if math.isclose(got, want * _valid(parts), rel_tol=1e-9):
+    if math.isclose(got, want * _valid(parts), rel_tol=1e-6):
         return "The loss is the sum; divide it by the tokens of all micro-batches."
     if not math.isfinite(got):
         return f"The loss is {got}: one micro-batch has no tokens to average over."
@@ -245,8 +246,8 @@ def _loss_mistake(got: float, want: float, parts: list[Batch]) -> str:
     with torch.no_grad():
         sums = [float(loss_sum(model(part.tokens), part.labels)) for part in parts]
     means = [nats / max(part.valid, 1) for nats, part in zip(sums, parts)]
-    if math.isclose(got, sum(means) / len(means), rel_tol=1e-9):
+    if math.isclose(got, sum(means) / len(means), rel_tol=1e-6):
         return "The loss is a mean of means; weigh each token alike."
-    if any(math.isclose(got, last, rel_tol=1e-9) for last in (means[-1], sums[-1] / _valid(parts))):
+    if any(math.isclose(got, last, rel_tol=1e-6) for last in (means[-1], sums[-1] / _valid(parts))):
         return "The loss is that of the last micro-batch; add up all of them."
     return f"The loss is {got:.4g}, not {want:.4g}."
