@@ -1,0 +1,120 @@
+"""Answers to the exercises of "Why doesn't it converge?"."""
+
+from statistics import mean, stdev
+
+import numpy as np
+
+from . import Cases, Wrong
+
+
+def diagnosis_stub(run, healthy):
+    raise NotImplementedError
+
+
+def read(run, healthy, mistake=""):
+    """A learner's decision tree, with limits of their own; right unless there is a mistake."""
+    late, applied = run.loss[-15:].mean(), run.grad_norm[~run.skipped]
+    if mistake == "overflow is divergence" and not np.isfinite(run.grad_norm).all():
+        return "high learning rate"
+    if mistake == "every skip is a fault" and run.skipped.any():
+        return "schedule runs on"
+    steps = zip(run.skipped, run.schedule, run.schedule[1:])
+    if any(skipped and now != after for skipped, now, after in steps):
+        return "schedule runs on"
+    if run.held_out[-1] > late + 0.5 and mistake != "no look at the gap":
+        return "preprocessing"
+    if np.diff(run.loss[40:]).std() > 2 * np.diff(healthy.loss[40:]).std():
+        return "high learning rate" if mistake == "noise is a high rate" else "small batch"
+    if applied[1] > 1.9 * applied[0]:
+        if mistake == "every first jump is warm-up":
+            return "no warm-up"
+        warm = run.schedule[0] < 0.5
+        other = {"warm-up is clipping": "no clipping", "warm-up is the rate": "high learning rate"}
+        return "high learning rate" if warm else other.get(mistake, "no warm-up")
+    if mistake == "every restart is a fault":
+        return "moments lost"
+    spike = run.grad_norm[run.resumed + 1] > 1.4 * np.median(run.grad_norm[15 : run.resumed])
+    if mistake == "no look at the gap" and run.held_out[-1] > healthy.held_out[-1] + 0.4:
+        return "high learning rate"
+    return "moments lost" if spike and mistake != "only the end" else "healthy"
+
+
+def reading(mistake):
+    return lambda run, healthy: read(run, healthy, mistake)
+
+
+def remedies_stub(train):
+    raise NotImplementedError
+
+
+def experiment(train, mistake="", seeds=range(6)):
+    """A learner's experiment with a limit of 2.5 standard errors; right unless mistaken."""
+    said = {}
+    for remedy in ("warm-up", "clipping"):
+        gains = []
+        for seed in seeds:
+            for other in (True, False):
+                cells = [(False, other), (True, other)]
+                if remedy == "clipping":
+                    cells = [(other, False), (other, True)]
+                if mistake == "both at once":
+                    cells = [(False, False), (True, True)]
+                without, used = (train(*cell, seed) for cell in cells)
+                gains.append((without, used))
+        if mistake == "unpaired":
+            low, high = ([pair[i] for pair in gains] for i in (1, 0))
+            gain = mean(high) - mean(low)
+            error = (stdev(low) ** 2 / len(low) + stdev(high) ** 2 / len(high)) ** 0.5
+        else:
+            by_seed = [mean(a - b for a, b in gains[i : i + 2]) for i in range(0, len(gains), 2)]
+            gain = mean(by_seed)
+            error = stdev(by_seed) / len(by_seed) ** 0.5 if len(by_seed) > 1 else 0
+        limit = {"no spread": 0, "too strict": 200}.get(mistake, 2.5) * error
+        words = ("hurts", "helps") if mistake == "sign" else ("helps", "hurts")
+        said[remedy] = "not shown" if abs(gain) <= limit else words[gain < 0]
+    return said
+
+
+def experimenting(mistake, seeds=range(6)):
+    return lambda train: experiment(train, mistake, seeds)
+
+
+CASES = {
+    "convergence/1": Cases(
+        diagnosis_stub,
+        (
+            Wrong("data fault called learning rate", reading("no look at the gap"), "Only text"),
+            Wrong("missing warm-up called missing clipping", reading("warm-up is clipping"),
+                  "no batch is damaged"),
+            Wrong("overflow called divergence", reading("overflow is divergence"),
+                  "nothing diverged"),
+            Wrong("sound fp16 called a fault", reading("every skip is a fault"), "what fp16 does"),
+            Wrong("sound restart called a fault", reading("every restart is a fault"),
+                  "up to chance"),
+            Wrong("noise called learning rate", reading("noise is a high rate"), "np.diff(loss)"),
+            Wrong("missing warm-up called learning rate", reading("warm-up is the rate"),
+                  "schedule[0] shows the cause"),
+            Wrong("learning rate called missing warm-up", reading("every first jump is warm-up"),
+                  "Its schedule warms up"),
+            Wrong("spike overlooked", reading("only the end"), "Later nothing is seen"),
+            Wrong("another word", lambda run, healthy: "divergence", "return one of"),
+            Wrong("a value, not a function", "healthy", "without calling it"),
+        ),
+    ),
+    "convergence/2": Cases(
+        remedies_stub,
+        (
+            Wrong("one seed taken as proof", experimenting("", range(1)), "you ran one seed"),
+            Wrong("two seeds", experimenting("", range(2)), "no idea of the spread"),
+            Wrong("conclusions from noise", experimenting("no spread"), "changes its sign"),
+            Wrong("unpaired", experimenting("unpaired"), "SAME seed"),
+            Wrong("both remedies at once", experimenting("both at once"), "both remedies together"),
+            Wrong("sign", experimenting("sign"), "LOWER with it"),
+            Wrong("too strict", experimenting("too strict"), "too strict"),
+            Wrong("no run at all", lambda train: {"warm-up": "helps", "clipping": "helps"},
+                  "without a single run"),
+            Wrong("one word", lambda train: "clipping", 'return {"warm-up"'),
+            Wrong("a value, not a function", {"warm-up": "helps"}, "without calling it"),
+        ),
+    ),
+}  # fmt: skip
