@@ -1,7 +1,9 @@
 """Checks of the way from text to shards, shared by its tests and by its mutants."""
 
 import hashlib
+import os
 import random
+import signal
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -178,3 +180,43 @@ def check_counts(prepared: Prepared, total: int) -> None:
     expected = {"documents": total, "empty": tenth, "exact": tenth, "near": tenth}
     assert Counter(expected) == Counter({n: prepared.counts[n] for n in expected})
     assert prepared.counts["kept"] == total - 3 * tenth
+
+
+KILLER = """
+import os, sys
+from pathlib import Path
+from course_lib.data import pipeline, preparation, shards
+from tests.checks_text import configure
+
+moments, last = 0, int(sys.argv[2])
+
+def count(function):
+    def counted(*arguments, **options):
+        global moments
+        moments += 1
+        if moments == last:
+            os.kill(os.getpid(), 9)
+        return function(*arguments, **options)
+    return counted
+
+pipeline.CHUNK = 4_000
+for owner, name in ((Path, "replace"), (Path, "rename"), (Path, "hardlink_to"), (Path, "open"),
+                    (pipeline.Deduplicator, "note"), (pipeline.shutil, "rmtree")):
+    setattr(owner, name, count(getattr(owner, name)))
+config = configure(Path(sys.argv[1]), clean=True, deduplicate="near")
+while True:  # each attempt gets one step further than the last
+    moments = 0
+    child = os.fork()
+    if not child:
+        preparation.prepare(config, 300)
+        os._exit(0)
+    if os.waitpid(child, 0)[1] == 0:
+        print(last)
+        break
+    last += int(sys.argv[3])
+"""
+
+
+def die(work: object, task: object) -> None:
+    """As the kernel ends a process when memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,9 +1,13 @@
 """Preparation: from corpora to shards, once, over processes, after any interruption."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 import warnings
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,12 +15,16 @@ import pytest
 from course_lib.data import (
     DataConfig,
     DataError,
+    DataWorkerDied,
+    TokenShards,
     batch,
     evaluation_batches,
     load_corpus,
     load_tokenizer,
     open_datasets,
+    pipeline,
     prepare,
+    shards,
     train_tokenizer,
 )
 from course_lib.data import corpora as corpora_module
@@ -24,6 +32,7 @@ from course_lib.data import tokenizer as tokenizer_module
 from course_lib.data.pipeline import Split, drawn
 from tests import checks_data as checks
 from tests import checks_text
+from tests.bench import preprocess
 from tests.checks_text import configure
 
 ROOT = Path(__file__).parents[1]
@@ -282,3 +291,201 @@ def test_nothing_is_warned_about_in_a_plain_run(texts):
         config = configure(texts)
         train, _ = open_datasets(prepare(config, 300), config)
         batch(train, 0, range(4), 4)
+
+
+# Processes, interruptions
+
+
+@pytest.fixture
+def messy(tmp_path):
+    return checks_text.messy_corpus(tmp_path / "texts")
+
+
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(pipeline, "CHUNK", 4_000)
+
+
+def test_what_becomes_of_messy_documents_is_counted(messy, monkeypatch):
+    small_chunks(monkeypatch)
+    prepared = prepare(configure(messy, clean=True, deduplicate="near"), 300)
+    checks_text.check_counts(prepared, 60)
+    kept = [text for side in checks_text.all_texts(prepared) for text in side]
+    assert len(kept) == prepared.counts["kept"]
+    assert all(text.endswith(" & so on.") and "<" not in text for text in kept)
+    assert sum(len(text.encode()) for text in kept) == prepared.counts["bytes_kept"]
+
+
+def test_any_number_of_processes_writes_the_same_files(messy, tmp_path, monkeypatch):
+    small_chunks(monkeypatch)
+    config = configure(messy, clean=True, deduplicate="near")
+    alone = prepare(config, 300)
+    assert len(list(alone.sources[0].train.glob("tokens-*"))) > 3
+    shared = prepare(replace(config, processes=3, cache=str(tmp_path / "other")), 300)
+    assert checks_text.files(shared) == checks_text.files(alone)
+    assert shared.fingerprint == alone.fingerprint
+
+
+def test_killed_at_any_moment_it_goes_on_to_the_same_files(messy, tmp_path, monkeypatch):
+    """Killed before each file that it opens, names or removes, one moment later each time."""
+    small_chunks(monkeypatch)
+    config = configure(messy, clean=True, deduplicate="near")
+    right = checks_text.files(prepare(replace(config, cache=str(tmp_path / "right")), 300))
+    command = [sys.executable, "-c", checks_text.KILLER, str(messy), "1", "1"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert int(result.stdout or 0) > 20, result.stderr
+    assert checks_text.files(prepare(config, 300)) == right
+    assert [p.name for p in (tmp_path / "cache" / "prepared").iterdir() if "work" in p.name] == []
+
+
+def test_finished_work_is_not_done_again(messy, monkeypatch):
+    small_chunks(monkeypatch)
+    config = configure(messy, deduplicate="exact")
+    encode, done = pipeline._encode, []
+
+    def interrupted(work, task):
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(task[0])
+        encode(work, task)
+
+    monkeypatch.setattr(pipeline, "_encode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config, 300)
+    again = []
+    monkeypatch.setattr(
+        pipeline, "_encode", lambda work, task: again.append(task[0]) or encode(work, task)
+    )
+    for name in ("_tidy", "train_tokenizer"):
+        owner = pipeline if name == "_tidy" else pipeline.tokenizer
+        monkeypatch.setattr(owner, name, None)
+    prepare(config, 300)
+    assert again
+    assert not set(again) & set(done)
+
+
+def test_workers_never_import_torch_whatever_the_caller_did(messy, tmp_path):
+    """Neither does a caller without it; and a program needs no `if __name__ == "__main__"`."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, torch\n"
+        "from pathlib import Path\n"
+        "from course_lib.data import prepare\n"
+        "from course_lib.data.loading import fetch_ahead\n"
+        "from tests.checks_text import configure, loaded_torch\n"
+        "prepare(configure(Path(sys.argv[1]), processes=2), 300)\n"
+        "print(*fetch_ahead(loaded_torch, range(2), 2, 'process'))\n"
+    )
+    command = [sys.executable, str(program), str(messy)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.stdout.split() == ["False", "False"], result.stderr
+
+
+def test_a_worker_that_dies_is_named_and_what_is_finished_is_kept(messy, monkeypatch):
+    small_chunks(monkeypatch)
+    config = configure(messy, processes=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "_encode", checks_text.die)
+        with pytest.raises(DataWorkerDied, match=r"ended by signal 9 .*take fewer data\.processes"):
+            prepare(config, 300)
+    (work,) = (messy.parent / "cache" / "prepared").glob("*.work")
+    assert (work / "tokenizer.json").is_file()
+    assert prepare(config, 300).counts["kept"] == 54
+    assert not work.exists()
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_preparation_leaves_no_process(tmp_path, how):
+    """Ctrl-C ends it in its own way; after SIGKILL the workers find their pipes closed."""
+    messy = checks_text.messy_corpus(tmp_path / "texts", documents=600, size=1500)
+    code = (
+        "import sys; from pathlib import Path; from course_lib.data import pipeline, prepare\n"
+        "from tests.checks_text import configure\n"
+        "pipeline.CHUNK = 50_000\n"
+        "prepare(configure(Path(sys.argv[1]), deduplicate='near', processes=2), 300)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(messy)], cwd=ROOT, stderr=-1)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    work = tmp_path / "cache" / "prepared"
+    wait_until(lambda: list(work.glob("*.work/*.chunk")))
+    workers = children.read_text().split()
+    assert len(workers) == 2
+    process.send_signal(how)
+    process.communicate(timeout=30)
+    assert process.returncode != 0
+    wait_until(lambda: not [pid for pid in workers if running(pid)])
+
+
+def wait_until(true, timeout_s: float = 30) -> None:
+    end = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.01)
+
+
+def running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_document_longer_than_a_chunk_and_a_shard_is_kept_whole(tmp_path, monkeypatch):
+    small_chunks(monkeypatch)
+    writer = shards.ShardWriter
+    monkeypatch.setattr(shards, "ShardWriter", partial(writer, tokens_per_shard=500))
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    texts = [" ".join(checks_text.words(n, n)) for n in (5, 3_000, 7)]
+    for i, text in enumerate(texts):
+        (folder / f"{i}.txt").write_text(text)
+    prepared = prepare(configure(folder, held_out=0.0), 300)
+    assert checks_text.all_texts(prepared) == [texts]
+    sizes = [path.stat().st_size for path in prepared.sources[0].train.glob("tokens-*")]
+    assert len(sizes) > 5
+    assert max(sizes) == 1_000
+
+
+def test_several_sources_share_a_tokenizer_and_their_duplicates(tmp_path):
+    for name, seeds in (("a", range(20)), ("b", range(15, 40))):
+        (tmp_path / name).mkdir()
+        for seed in seeds:
+            text = " ".join(checks_text.words(50, seed))
+            (tmp_path / name / f"{seed}.txt").write_text(text)
+    weights = {str(tmp_path / "a"): 3.0, str(tmp_path / "b"): 1.0}
+    config = DataConfig(mixture=weights, cache=str(tmp_path / "cache"), deduplicate="exact")
+    config = replace(config, sequence_length=16)
+    prepared = prepare(config, 300)
+    assert [(s.name, s.weight) for s in prepared.sources] == [("a", 3.0), ("b", 1.0)]
+    assert (prepared.counts["kept"], prepared.counts["exact"]) == (40, 5)
+    opened = [TokenShards(source.train) for source in prepared.sources]
+    assert opened[0].tokenizer_sha256 == opened[1].tokenizer_sha256
+    train, _ = open_datasets(prepared, config)
+    assert train.sample(0, 0, 1).valid == 16
+    other = replace(config, mixture=dict.fromkeys(weights, 1.0))
+    assert prepare(other, 300).directory == prepared.directory
+    assert prepare(other, 300).fingerprint != prepared.fingerprint
+
+
+def test_the_tokenizer_learns_from_a_bounded_sample_of_large_corpora(messy, monkeypatch):
+    learned = []
+    train = pipeline.tokenizer.train_tokenizer
+
+    def spy(texts, vocab):
+        learned.append(sum(map(len, texts := list(texts))))
+        return train(texts, vocab)
+
+    monkeypatch.setattr(pipeline.tokenizer, "train_tokenizer", spy)
+    monkeypatch.setattr(pipeline, "LESSONS", 5_000)
+    prepare(configure(messy), 300)
+    assert 2_000 < learned[0] < 10_000
+    prepare(configure(messy), 300)
+    assert len(learned) == 1
+
+
+def test_memory_stays_bounded(tmp_path):
+    """The benchmark's own measurement, on a small corpus: the bound is that of one gigabyte."""
+    found = preprocess.measure_memory(tmp_path, megabytes=10, processes=2)
+    assert found["peak_uss_mb"] < preprocess.BOUND_MB
+    assert found["processes_seen"] == 3
+    assert found["torch"] is False

@@ -123,7 +123,8 @@ class Deduplicator(AbstractContextManager):
     def __post_init__(self) -> None:
         if self.threshold is not None and not 0 < self.threshold <= 1:
             raise ValueError(f"threshold {self.threshold} must be above 0 and at most 1")
-        self._rows = sqlite3.connect(self.path)
+        # One thread at a time uses it, but the tokenizers library reads texts in one of its own.
+        self._rows = sqlite3.connect(self.path, check_same_thread=False)
         self._rows.executescript(_TABLES)
 
     def look(self, name: str, text: str) -> Verdict:
