@@ -1,22 +1,17 @@
 """Checks of the data path, shared by its tests and by its mutants (faults that are put back)."""
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from course_lib.data import (
     DataConfig,
     DataError,
     ShardWriter,
-    TokenDataset,
     TokenShards,
-    batch,
-    evaluation_batches,
     load_tokenizer,
     open_datasets,
     prepare,
@@ -66,92 +61,6 @@ def check_foreign_ids_are_refused(folder: Path) -> None:
     assert "tokens-00000.bin: id 99 at byte 8 is not below vocab 50" in message
 
 
-def check_every_token_is_a_target_once(dataset: TokenDataset) -> None:
-    """Every token but the first is a target exactly once, after the tokens before it."""
-    assert len(dataset) > 0
-    targets: Counter[int] = Counter()
-    for number in range(len(dataset)):
-        tokens, labels, valid, *_ = dataset.window(number)
-        real = labels != -100
-        assert valid == real.sum()
-        assert real[:valid].all(), "labels are left out before the padding"
-        assert tokens.shape == labels.shape == (dataset.sequence_length,)
-        assert tokens.dtype == labels.dtype == np.int64
-        assert (labels[real] == tokens[real] + 1).all(), "a label is not the next token"
-        targets.update(labels[real].tolist())
-    assert targets == Counter(range(1, len(dataset.shards))), "targets are missing or repeated"
-
-
-def check_order(dataset: TokenDataset) -> None:
-    """Each epoch is a permutation of all windows, and no two epochs are alike."""
-    epochs = [order(dataset, epoch) for epoch in range(4)]
-    for windows in epochs:
-        assert sorted(windows) == list(range(len(dataset)))
-    assert len({tuple(windows) for windows in epochs}) == len(epochs), "epochs repeat their order"
-
-
-def check_ranks_share(make: Callable[[int], TokenDataset], world_size: int) -> None:
-    """Ranks read disjoint samples, which together are the epoch, and the same global batches."""
-    datasets = [make(rank) for rank in range(world_size)]
-    per_rank, seen = 2, []
-    global_batch = world_size * per_rank
-    steps = len(datasets[0]) // global_batch
-    for step in range(steps):
-        for rank, dataset in enumerate(datasets):
-            for index in range(rank * per_rank, (rank + 1) * per_rank):
-                seen.append(dataset.locate(step, index, global_batch)[1])
-    assert len(set(seen)) == len(seen), "ranks overlap"
-    assert len(seen) == steps * global_batch
-    alone = make(0)
-    assert seen == [alone.locate(0, i, len(seen))[1] for i in range(len(seen))]
-
-
-def check_sample_is_pure(make: Callable[[], TokenDataset]) -> None:
-    """A sample does not depend on what was read before: resume and workers are exact."""
-    used, fresh, global_batch = make(), make(), 6
-    forwards = [used.sample(s, i, global_batch) for s in range(5) for i in range(global_batch)]
-    for step in reversed(range(5)):
-        for index in reversed(range(global_batch)):
-            again = fresh.sample(step, index, global_batch)
-            assert (again.tokens == forwards[step * global_batch + index].tokens).all()
-            assert (again.labels == forwards[step * global_batch + index].labels).all()
-    part = batch(make(), 3, range(2, 5), global_batch)
-    whole = batch(make(), 3, range(global_batch), global_batch)
-    assert (part.tokens == whole.tokens[2:5]).all()
-    assert part.samples.tolist() == [2, 3, 4]
-
-
-def check_evaluation(dataset: TokenDataset, world_size: int, batch_size: int) -> None:
-    """Each target counts once over all ranks, in equally many batches of equal shape."""
-    targets: Counter[int] = Counter()
-    counts, shapes = set(), set()
-    for rank in range(world_size):
-        batches = list(evaluation_batches(dataset, rank, world_size, batch_size))
-        counts.add(len(batches))
-        for part in batches:
-            shapes.add(tuple(part.tokens.shape))
-            assert part.valid == int((part.labels != -100).sum())
-            targets.update(part.labels[part.labels != -100].tolist())
-    assert len(counts) == 1, "ranks have different numbers of batches, so a collective would hang"
-    assert shapes == {(batch_size, dataset.sequence_length)}
-    assert targets == Counter(range(1, len(dataset.shards))), "targets are missing or repeated"
-
-
-def check_bits_per_byte(dataset: TokenDataset) -> None:
-    """The metric is the same for every number of ranks."""
-
-    def bits(world_size: int) -> float:
-        nats = 0.0
-        for rank in range(world_size):
-            for part in evaluation_batches(dataset, rank, world_size, batch_size=1):
-                real = part.labels[part.labels != -100]
-                nats += float((1 + 0.01 * real.double()).sum())  # each target costs its own price
-        return nats / math.log(2) / dataset.text_bytes
-
-    for world_size in (2, 3, 4, 7):
-        assert bits(world_size) == pytest.approx(bits(1), rel=1e-12)
-
-
 def check_split(folder: Path) -> None:
     """Held-out documents are whole, never in training, and both sides are the corpus."""
     texts = folder / "texts"
@@ -183,14 +92,6 @@ def documents(shards: TokenShards, tokenizer) -> list[str]:
         assert ids.pop(0) == tokenizer.end
         texts.append(tokenizer.decode(ids))
     return texts
-
-
-def order(dataset: TokenDataset, epoch: int) -> list[int]:
-    """The windows of an epoch, in order."""
-    places = [divmod(epoch * len(dataset) + n, 4) for n in range(len(dataset))]
-    located = [dataset.locate(step, index, 4) for step, index in places]
-    assert {epoch for epoch, _ in located} == {epoch}
-    return [window for _, window in located]
 
 
 def _raises(kind: type[Exception], action: Callable[[], object]) -> str:

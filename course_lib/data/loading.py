@@ -16,10 +16,11 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing, nullcontext, suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import BinaryIO, Literal, TypeVar, get_args
 
 import cloudpickle
@@ -52,18 +53,15 @@ def fetch_ahead(
     if workers == 0:
         yield from map(make, steps)
         return
-    steps, pool = iter(steps), ThreadPoolExecutor(workers, "prefetch")
+    steps = iter(steps)
     crew = closing(_Crew(make, workers)) if kind == "process" else nullcontext(make)
-    try:
-        with crew as make:  # its end frees threads that wait for a process
-            first = itertools.islice(steps, max(depth, workers))
-            ahead = deque(pool.submit(make, step) for step in first)
-            while ahead:
-                item = ahead.popleft().result()
-                ahead.extend(pool.submit(make, step) for step in itertools.islice(steps, 1))
-                yield item
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with closing(_Threads(workers)) as threads, crew as make:  # without the crew, no thread waits
+        first = itertools.islice(steps, max(depth, workers))
+        ahead = deque(threads.submit(make, step) for step in first)
+        while ahead:
+            item = ahead.popleft().result()
+            ahead.extend(threads.submit(make, step) for step in itertools.islice(steps, 1))
+            yield item
 
 
 def prefetch(items: Iterable[T], depth: int = 2) -> Iterator[T]:
@@ -74,11 +72,47 @@ def prefetch(items: Iterable[T], depth: int = 2) -> Iterator[T]:
         yield from itertools.takewhile(lambda item: item is not end, ahead)
 
 
+class _Threads:
+    """Threads that call functions in the order given. Unlike an executor's, they let Python exit
+    while one is busy."""
+
+    def __init__(self, size: int) -> None:
+        self._calls: SimpleQueue = SimpleQueue()
+        self._threads = [
+            Thread(target=self._run, name="prefetch", daemon=True) for _ in range(size)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, function: Callable, argument: object) -> Future:
+        future = Future()
+        self._calls.put((future, function, argument))
+        return future
+
+    def _run(self) -> None:
+        while call := self._calls.get():
+            future, function, argument = call
+            try:
+                future.set_result(function(argument))
+            except BaseException as problem:
+                future.set_exception(problem)
+
+    def close(self) -> None:
+        """Drop what nobody has begun, and wait for what somebody has."""
+        with suppress(Empty):
+            while True:
+                self._calls.get_nowait()
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
 class _Crew:
     """Processes that make items; called from as many threads."""
 
     def __init__(self, make: Callable, size: int) -> None:
-        order = pickle.dumps(sys.path) + cloudpickle.dumps(make)
+        order = pickle.dumps(sys.path) + pickle.dumps(cloudpickle.dumps(make))
         self._workers = [_Worker(order) for _ in range(size)]
         self._free: SimpleQueue[_Worker] = SimpleQueue()
         for worker in self._workers:
@@ -138,21 +172,31 @@ class _Worker:
 
 
 def serve() -> None:
-    """A worker process: answer steps with items until the pipe ends."""
-    steps, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    """A worker process: answer steps with items until the pipe ends, even amid an item."""
+    answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what `make` prints must not get among the answers
-    with suppress(EOFError):
-        make = _received(steps)
+    orders: SimpleQueue = SimpleQueue()
+    Thread(target=_listen, args=(sys.stdin.buffer, orders), daemon=True).start()
+    make = orders.get()
+    while True:
+        answers.write(_answer(make, orders.get()))
+        answers.flush()
+
+
+def _listen(file: BinaryIO, orders: SimpleQueue) -> None:
+    try:
+        orders.put(_opened(pickle.load(file)))
         while True:
-            answers.write(_answer(make, pickle.load(steps)))
-            answers.flush()
+            orders.put(pickle.load(file))
+    finally:
+        os._exit(0)
 
 
-def _received(file: BinaryIO) -> Callable:
+def _opened(pickled: bytes) -> Callable:
     """The function that makes items; if it cannot be had here, one that says why."""
     try:
-        return pickle.load(file)
-    except (ImportError, AttributeError) as problem:
+        return pickle.loads(pickled)
+    except Exception as problem:
         return partial(_refuse, problem)
 
 
