@@ -22,6 +22,7 @@ from course_lib.data_parallel import (
     without_targets,
 )
 from course_lib.engines import pytorch
+from course_lib.gradients import finish_gradients
 from course_lib.mesh import Mesh
 from course_lib.model import ModelConfig, ParameterSpec, declare
 from course_lib.oracle import assert_same_training, random_batch
@@ -64,10 +65,10 @@ def freeze_some(model: nn.Module) -> None:
 
 def add_unused(model: nn.Module) -> None:
     """A parameter that the forward pass never sees, in the middle of the others."""
-    model.blocks[0].extra = nn.Module()
+    model.blocks[0].attention.extra = nn.Module()
     weight = nn.Parameter(torch.ones(3, 2, dtype=model.embedding.weight.dtype))
-    model.blocks[0].extra.register_parameter("weight", weight)
-    declare(model.blocks[0].extra, weight=ParameterSpec(fill=1.0))
+    model.blocks[0].attention.extra.register_parameter("weight", weight)
+    declare(model.blocks[0].attention.extra, weight=ParameterSpec(fill=1.0))
 
 
 def check_method(mesh: Mesh, name: str, **arguments) -> None:
@@ -176,6 +177,16 @@ def check_transfers_begin_in_backward(mesh: Mesh) -> None:
     assert launched == sorted(launched)
 
 
+def check_leave_one_by_one(mesh: Mesh) -> None:
+    """All but the last bucket leave before backward has made its last gradient."""
+    state, hooks = overlapped(mesh)
+    training_step(state, own_batches(mesh, 0), 0.1, 0.0, "fp64")
+    *launched, _ = [t.launched_s for t in hooks.times]
+    assert len(launched) > 3
+    early = sum(time_s < hooks.times[-1].ready_s for time_s in launched)
+    assert early == len(launched), f"only {early} of {len(launched)} left inside backward"
+
+
 def check_sent_when_complete(mesh: Mesh) -> None:
     """When a bucket is sent, all its gradients have their last values."""
     state, hooks = overlapped(mesh)
@@ -199,18 +210,22 @@ def check_sent_when_complete(mesh: Mesh) -> None:
 def check_unused_keeps_the_order(mesh: Mesh) -> None:
     """A gradient that never comes holds back its bucket and those behind, alike on all ranks."""
     state, hooks = overlapped(mesh, change=add_unused)
-    training_step(state, own_batches(mesh, 0), 0.1, 0.0, "fp64")
-    (place,) = (i for i, b in enumerate(hooks.buckets.plan) if "blocks.0.extra.weight" in b.names)
-    assert [t.in_backward for t in hooks.times] == [
-        index < place for index in range(len(hooks.times))
-    ]
+    log: list = []
+    with watched(log):
+        training_step(state, own_batches(mesh, 0), 0.1, 0.0, "fp64")
+    unused = "blocks.0.attention.extra.weight"
+    (place,) = (i for i, bucket in enumerate(hooks.buckets.plan) if unused in bucket.names)
+    assert 0 < place < len(hooks.times) - 1
+    assert [t.in_backward for t in hooks.times] == [i < place for i in range(len(hooks.times))]
+    sent = [id(event) for event in log if not isinstance(event, str)]
+    assert sent == [id(flat) for flat in hooks.buckets.flats], "sent in another order"
     require_replicas(state, mesh)
 
 
 def check_rank_dependent_graph(mesh: Mesh) -> None:
     """A parameter that only one rank uses: its gradient arrives everywhere, nobody hangs."""
     state, _ = overlapped(mesh, change=add_unused)
-    extra = state.model.blocks[0].extra.weight
+    extra = state.model.blocks[0].attention.extra.weight
     if mesh.rank("dp") == 0:
         state.model.register_forward_hook(lambda m, i, out: out + extra.sum() * out.sigmoid())
     training_step(state, own_batches(mesh, 0), 0.1, 0.0, "fp64")
@@ -281,6 +296,28 @@ def check_gradients_are_views(mesh: Mesh) -> None:
             assert all(p.grad.data_ptr() in inside for p, _ in members)
         found.append(bits(state))
     assert same(*found)
+
+
+def check_gradients_of_one_rank(mesh: Mesh) -> None:
+    """Each rank uses another parameter at every step; nothing of the step before is left."""
+    names = ("first", "second")
+    for name in OURS:
+        model = declare(
+            nn.ParameterDict({n: torch.zeros(2) for n in names}),
+            **{n: ParameterSpec() for n in names},
+        )
+        rows = build_records(model, mesh)
+        replicas = METHODS[name](model, rows, mesh)
+        for step in range(3):
+            used = names[(mesh.rank("dp") + step) % 2]
+            model.zero_grad(set_to_none=True)
+            model[used].grad = torch.full((2,), 1.0 + step + 10 * mesh.rank("dp"))
+            finish_gradients(rows, mesh, reduce=replicas.reduce)
+            for place, n in enumerate(names):
+                rank = (place - step) % 2
+                want = 1.0 + step + 10 * rank
+                got = model[n].grad.tolist()
+                assert got == [want, want], f"{name}, step {step}: {n} is {got}, not {want}"
 
 
 def check_strided_gradients(mesh: Mesh) -> None:

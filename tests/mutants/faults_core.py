@@ -287,6 +287,7 @@ def skip_decided_by_each_rank(put: Put) -> None:
         done = right(*arguments, **named)
         return replace(done, finite=local.pop())
 
+    put(step, "replicate", lambda *arguments: None)
     put(data_parallel, "sum_flattened", sum_over_ranks)
     put(step, "finish_gradients", finish_gradients)
 
