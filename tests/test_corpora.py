@@ -1,6 +1,10 @@
 """Corpora: where text comes from, and what is refused."""
 
+import gzip
 import hashlib
+import json
+import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +12,9 @@ import pytest
 
 from course_lib.data import (
     CorpusUnavailable,
+    DataConfig,
     DataError,
+    Document,
     default_cache,
     load_corpus,
     prepare,
@@ -16,8 +22,6 @@ from course_lib.data import (
 from course_lib.data import corpora as corpora_module
 from tests import checks_text
 from tests.checks_text import configure
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -123,3 +127,124 @@ def test_an_empty_corpus_is_refused(tmp_path, content):
         (folder / "a.txt").write_text(content)
     with pytest.raises(DataError, match="the corpus is empty"):
         prepare(configure(folder), 300)
+
+
+# Lines of JSON, messy packages, streamed data sets
+
+
+def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
+    lines = [json.dumps({"text": text, "id": 3}) for text in ("one", "", "tw\u00f6 \U0001f3ad")]
+    (tmp_path / "b.jsonl").write_text("\n".join([*lines, "", "  "]))
+    (tmp_path / "a.txt").write_text("first")
+    found = [tuple(document) for document in load_corpus(str(tmp_path))]
+    assert found[0] == ("a.txt", "first")
+    assert [text for _, text in found] == ["first", "one", "", "tw\u00f6 \U0001f3ad"]
+    assert [name for name, _ in found[1:]] == ["b.jsonl:1", "b.jsonl:2", "b.jsonl:3"]
+    assert len(list(load_corpus(str(tmp_path / "b.jsonl")))) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "broken', r"a\.jsonl, line 3 is no JSON: .*column 10"),
+        (b'{"text": "one"} {"text": "two"}', r"a\.jsonl, line 3 is no JSON: Extra data"),
+        (b'{"content": "x"}', r'a\.jsonl, line 3 has no text: .*an object with a string "text"'),
+        (b'{"text": 7}', r"a\.jsonl, line 3 has no text"),
+        (b'["text"]', r"a\.jsonl, line 3 has no text"),
+        (b'{"text": "\xe9"}', r"a\.jsonl, line 3 is not UTF-8 text: byte 0xe9 at offset 10"),
+        (b'{"text": "\\ud800"}', r"a\.jsonl, line 3 holds half a character"),
+        (b"[" * 100_000, r"a\.jsonl, line 3 is no JSON"),
+    ],
+)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_broken_line_is_named_with_file_and_number(tmp_path, line, message, processes):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "good"}\n\n' + line + b'\n{"text": "good"}\n')
+    with pytest.raises(DataError, match=message):
+        prepare(configure(path, processes=processes), 300)
+    assert not list((tmp_path / "cache" / "prepared").glob("*.work"))
+
+
+def test_empty_documents_are_counted_and_left_out(tmp_path):
+    path = tmp_path / "a.jsonl"
+    texts = ["good text " * 50, "", " \n ", "<p> </p>", "more text " * 50]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for clean, empty in ((False, 2), (True, 3)):
+        counts = prepare(configure(path, clean=clean), 300).counts
+        assert (counts["documents"], counts["empty"], counts["kept"]) == (5, empty, 5 - empty)
+
+
+def botocore(folder: Path, texts: list[str]) -> corpora_module.Package:
+    """A wheel of the form of botocore's, in the cache in this folder."""
+    package = corpora_module.BOTOCORE
+    wheel = folder / "downloads" / package.wheel
+    wheel.parent.mkdir(parents=True)
+    shapes = {f"Shape{i}": {"documentation": text, "type": "x"} for i, text in enumerate(texts)}
+    shapes["documentation"] = {"members": {}}  # a field of this name is no text
+    with zipfile.ZipFile(wheel, "w") as archive:
+        service = gzip.compress(json.dumps({"shapes": shapes}).encode())
+        archive.writestr("botocore/data/s3/2006/service-2.json.gz", service)
+        archive.writestr("botocore/data/s3/2006/paginators-1.json", '{"documentation": "no"}')
+    return package._replace(sha256=hashlib.sha256(wheel.read_bytes()).hexdigest())
+
+
+def test_texts_of_services_are_read_from_the_package(tmp_path, monkeypatch):
+    texts = ["<p>One</p>", "", "<p>One</p>"]
+    monkeypatch.setattr(corpora_module, "BOTOCORE", botocore(tmp_path, texts))
+    found = list(load_corpus("aws-docs", tmp_path))
+    assert [document.text for document in found] == texts
+    assert [document.name for document in found][:2] == ["s3/2006:0", "s3/2006:1"]
+
+
+def test_the_texts_of_aws_are_those_that_were_counted():
+    wheel = default_cache() / "downloads" / corpora_module.BOTOCORE.wheel
+    if not wheel.is_file():
+        pytest.skip("needs a cache with aws-docs, 17 MB: prepare that corpus once")
+    sizes = [len(document.text.encode()) for document in load_corpus("aws-docs")]
+    assert (len(sizes), sum(sizes), sizes.count(0)) == (331_296, 52_282_817, 39)
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_a_data_set_is_streamed_as_it_is_from_the_hub(tmp_path, form):
+    """The same call reads local files of the same form."""
+    pytest.importorskip("datasets", reason="needs the optional package datasets")
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{"text": f"story {i}", "score": i} for i in range(5)]
+    if form == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train-0.parquet")
+    else:
+        (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = corpora_module.Dataset("tinystories", str(tmp_path))
+    corpus = corpora_module.streamed(data)
+    expected = [Document(f"tinystories:{i}", f"story {i}") for i in range(5)]
+    assert list(corpus) == list(corpus) == expected
+    first = corpora_module.streamed(data, limit=2)
+    assert list(first) == expected[:2]
+    assert first.sha256 != corpus.sha256
+    with pytest.raises(DataError, match=r'tinystories:0 has no text: .* a string "story"'):
+        list(corpora_module.streamed(data._replace(column="story")))
+
+
+def test_without_the_package_or_the_network_a_data_set_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(CorpusUnavailable, match=r"'fineweb-edu' needs .*: pip install datasets"):
+        load_corpus("fineweb-edu:20")
+    assert DataConfig("fineweb-edu:20").faults() == DataConfig("tinystories").faults() == []
+    for name in ("fineweb-edu:0", "fineweb-edu:many", "shakespeare:3", "tinystorys"):
+        assert "nearest: " in DataConfig(name).faults()[0]
+
+
+def test_a_data_set_that_cannot_be_reached_says_so(monkeypatch):
+    pytest.importorskip("datasets", reason="needs the optional package datasets")
+    import huggingface_hub
+
+    def fail(*_, **__):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", fail)
+    with pytest.raises(CorpusUnavailable, match=r"cannot be streamed: no route[\s\S]*Connect to"):
+        load_corpus("tinystories")
+    with pytest.warns(UserWarning, match="'python-docs' instead"):
+        assert load_corpus("tinystories", fallback="python-docs").name == "python-docs"

@@ -291,7 +291,7 @@ def _lines(path: Path, name: str) -> Iterator[Document]:
             if not line.strip():
                 continue
             try:
-                record = json.loads(_decoded(line, where))
+                record = json.loads(_decoded(line.rstrip(b"\r\n"), where))
             except (json.JSONDecodeError, RecursionError) as problem:
                 raise DataError(f"{where} is no JSON: {problem}. Repair or delete it.") from None
             yield Document(f"{name}:{number}", _text_of(record, "text", where))

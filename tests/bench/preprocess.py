@@ -64,7 +64,7 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def measure_memory(folder: Path, megabytes: int, processes: int) -> dict:
+def measure_memory(folder: Path, megabytes: int, processes: int, vocab: int = VOCAB) -> dict:
     """Prepare a generated corpus in a program of its own and watch the memory meanwhile."""
     corpus = folder / "pages.jsonl"
     write_corpus(corpus, megabytes)
@@ -72,7 +72,7 @@ def measure_memory(folder: Path, megabytes: int, processes: int) -> dict:
         "corpus": str(corpus), "cache": str(folder / "cache"), "clean": True,
         "deduplicate": "near", "processes": processes,
     }  # fmt: skip
-    command = [sys.executable, "-c", _PROGRAM, json.dumps(options), str(VOCAB)]
+    command = [sys.executable, "-c", _PROGRAM, json.dumps(options), str(vocab)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     peak = seen = 0
@@ -92,7 +92,7 @@ def measure_memory(folder: Path, megabytes: int, processes: int) -> dict:
 
 def measure_tokenising(processes: int, megabytes: float) -> float:
     """MB of text a second that so many processes turn into token ids, once they are running."""
-    texts = ["".join(page_text(random.Random(seed), 2_000)) for seed in range(50)]
+    texts = [page_text(random.Random(seed), 2_000) for seed in range(50)]
     tokenizer = train_tokenizer(texts, VOCAB)
     chunk = ("\n".join(texts) * 100)[:1_000_000]
     count = max(int(megabytes), 1)
@@ -117,24 +117,25 @@ def _encoded(definition: str, chunk: str, _: int) -> int:
 def write_corpus(path: Path, megabytes: float) -> None:
     """Pages of about 4 KB as JSONL; the same for every run."""
     chance, written, earlier = random.Random(0), 0, []
+    sentences = [page_text(chance, 60) for _ in range(min(20_000, int(megabytes * 200) + 20))]
     with path.open("w") as file:
         while written < megabytes * 1e6:
             kind = chance.random()
             if earlier and kind < 0.1:
-                words = chance.choice(earlier)
+                text = chance.choice(earlier)
             elif earlier and kind < 0.2:
-                words = [*chance.choice(earlier)[:-9], *page_text(chance, 9)]
+                text = chance.choice(earlier) + page_text(chance, 9)
             else:
-                words = page_text(chance, 600)
+                text = "\n".join(chance.choices(sentences, k=12))
                 if len(earlier) < 500:
-                    earlier.append(words)
-            page = f"<html><p>{''.join(words)}&amp; so on.</p></html>"
+                    earlier.append(text)
+            page = f"<html><p>{text}&amp; so on.</p></html>"
             written += file.write(json.dumps({"text": page}) + "\n")
 
 
-def page_text(chance: random.Random, words: int) -> list[str]:
+def page_text(chance: random.Random, words: int) -> str:
     """Words of which the n-th most frequent one has a share of about 1 / n, as in a language."""
-    return chance.choices(_WORDS, cum_weights=_SHARES, k=words)
+    return "".join(chance.choices(_WORDS, cum_weights=_SHARES, k=words))
 
 
 _PARTS = ["".join(pair) for pair in itertools.product("bdfgklmnprst", "aeiou")]
