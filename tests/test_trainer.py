@@ -186,6 +186,40 @@ def test_resumed_on_another_number_of_processes_follows_the_unbroken_run(folder)
     assert worst_difference(whole, parts) <= 1e-10
 
 
+@pytest.mark.trap("CK-01")
+def test_data_workers_do_not_change_a_run(folder):
+    """No workers; two processes, then three threads on each of two ranks: the very same samples."""
+    options = ["--training.precision=fp64"]
+    processes = ["--data.workers=2", "--data.worker_kind=process", "--run.stop_after=7"]
+    _, whole = train(folder, "workers-whole", 1, *options, "--data.workers=0")
+    _, parts = train(folder, "workers-parts", 1, *options, *processes)
+    assert exact(parts) == exact(whole)[:7]
+    train(folder, "workers-parts", 2, *options, "--data.workers=3")
+    assert worst_difference(parts, whole) <= 1e-10
+    assert [line["tokens"] for line in metrics(parts)] == [
+        line["tokens"] for line in metrics(whole)
+    ]
+
+
+def test_a_mixture_with_documents_apart_trains_and_says_how_often_it_repeats(folder, capsys):
+    (folder / "second").mkdir()
+    (folder / "second" / "text.txt").write_text("abcd efgh. " * 150)
+    mixture = f'{{"{folder / "text"}" = 0.75, "{folder / "second"}" = 0.25}}'
+    options = [f"--data.mixture={mixture}", "--data.corpus=shakespeare", "--training.steps=8",
+               "--data.packing=documents", "--training.precision=fp64"]  # fmt: skip
+    codes, whole = train(folder, "mixture", 1, *options)
+    assert codes == [0]
+    said = capsys.readouterr().out
+    assert "text: 72 of 96 samples" in said
+    assert "second: 24 of 96 samples" in said
+    train(folder, "mixture-parts", 2, *options, "--run.stop_after=3")
+    train(folder, "mixture-parts", 1, *options)
+    assert worst_difference(folder / "mixture-parts", whole) <= 1e-10
+    [(kind, text)], _ = train(folder, "mixture", 1, *options, "--data.packing=stream")
+    assert kind == "CheckpointError"
+    assert "data" in text
+
+
 def test_lines_after_the_checkpoint_are_replaced_when_it_is_resumed(folder):
     _, whole = train(folder, "lines", 1, "--run.stop_after=6")
     with (whole / "metrics.jsonl").open("a") as file:  # as a run killed after its checkpoint

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from course_lib.data.config import DataConfig, weight_faults
+from course_lib.data.preparation import Prepared
 from course_lib.data.samples import (
     Packing,
     Sample,
@@ -101,7 +102,7 @@ class Mixture(Windows):
 
 
 def open_datasets(
-    prepared, config: DataConfig
+    prepared: Prepared, config: DataConfig
 ) -> tuple[TokenDataset | Mixture, TokenDataset | Mixture | None]:
     """The training and the held-out data (None without any), their files verified.
 
@@ -109,8 +110,8 @@ def open_datasets(
     Each source is a `TokenDataset`; several are a `Mixture`. Held-out text that is too short for
     a window of the stream is read with packing "pad".
     """
-    sources = getattr(prepared, "sources", None) or [prepared]
-    weights = [getattr(source, "weight", 1.0) for source in sources]
+    sources = prepared.sources
+    weights = [source.weight for source in sources]
     train = [_open(source.train, prepared.vocab, config) for source in sources]
     held_out = [
         _open(source.held_out, prepared.vocab, config, short="pad")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from course_lib.checkpoint import CheckpointError
 from course_lib.collectives import CollectiveError
 from course_lib.config import ConfigError
-from course_lib.data import CorpusUnavailable, DataError
+from course_lib.data import CorpusUnavailable, DataError, DataWorkerDied
 from course_lib.memory import keep_freed_memory
 from course_lib.mesh import Mesh, make_mesh
 from course_lib.trainer.loop import RunInUse, Trainer, TrainingDiverged
@@ -20,8 +20,8 @@ from course_lib.trainer.settings import Config, Layout, load_config
 USAGE = """usage: python -m course_lib.trainer CONFIG.toml [--section.key=value …]
        torchrun --nproc-per-node N -m course_lib.trainer CONFIG.toml [--section.key=value …]"""
 EXPECTED = (
-    ConfigError, DataError, CorpusUnavailable, CheckpointError, CollectiveError, TrainingDiverged,
-    RunInUse, OSError,
+    ConfigError, DataError, DataWorkerDied, CorpusUnavailable, CheckpointError, CollectiveError,
+    TrainingDiverged, RunInUse, OSError,
 )  # fmt: skip
 
 

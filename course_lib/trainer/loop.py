@@ -16,6 +16,7 @@ from course_lib import checkpoint, collectives
 from course_lib.config import to_toml
 from course_lib.data import (
     Batch,
+    Mixture,
     evaluation_batches,
     fetch_ahead,
     load_tokenizer,
@@ -73,6 +74,7 @@ class Trainer:
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "config.toml").write_text(to_toml(self.config.sections()))
         self._open_logs()
+        self._announce_mixture()
         with self._stop, _only_run_in(self.directory, self.mesh):
             if not self._finished:
                 self._train()
@@ -283,6 +285,17 @@ class Trainer:
         for log in (self._metrics, self._evaluations):
             if log is not None:
                 log.close()
+
+    def _announce_mixture(self) -> None:
+        """Say how often each source of a mixture will be read: small ones may repeat much."""
+        if isinstance(self.train_data, Mixture):
+            samples = self.config.training.steps * self.layout.global_batch
+            drawn = self.train_data.drawn(samples)
+            for source, data, count in zip(self.prepared.sources, self.train_data.datasets, drawn):
+                epochs = count / len(data)
+                self._progress.say(
+                    f"{source.name}: {count} of {samples} samples, {epochs:.3g} epochs"
+                )
 
     def _log(self, result: StepResult, lr: float) -> None:
         """Write one line of metrics. Collective: the peak memory is the largest of all ranks."""
