@@ -13,6 +13,7 @@ LATE = 20  # steps at the end that stand for "late in the run"
 def symptoms(run: Curves, healthy: Curves) -> dict[str, float]:
     """The five numbers that tell the six faults apart.
 
+    run: a log of a run that was stopped and started again once.
     healthy: a sound run to compare with; it may have another seed.
     Returns: moved, the largest change of the schedule after a skipped update; gap, held-out minus
     training loss at the end (bits per byte); noise, how much the loss jumps from step to step
