@@ -17,6 +17,7 @@ from course_lib import collectives
 from course_lib.collectives import EmulatedLink, Link, count_traffic, emulation, rings, time_of
 from course_lib.collectives.emulation import measure_gloo
 from course_lib.mesh import Mesh
+from tests.bench import link
 from tests.checks_core import TWO, on_ranks
 
 FAST = 1e12  # what gloo is said to move, so that nothing is measured
@@ -158,16 +159,29 @@ def test_links_that_gloo_could_not_show_are_refused_by_all_ranks():
 
 
 def test_the_wire_carries_one_thing_at_a_time():
-    link = wire()
-    assert link.occupy(10.0, 2.0) == (10.0, 12.0)
-    assert link.occupy(11.0, 1.0) == (12.0, 13.0)
-    assert link.occupy(20.0, 1.0) == (20.0, 21.0)
+    one = wire()
+    assert one.occupy(10.0, 2.0) == (10.0, 12.0)
+    assert one.occupy(11.0, 1.0) == (12.0, 13.0)
+    assert one.occupy(20.0, 1.0) == (20.0, 21.0)
 
 
 def test_one_rank_alone_needs_no_wire():
-    with wire() as link, count_traffic() as traffic:
+    with wire() as one, count_traffic() as traffic:
         handle = collectives.all_reduce(torch.ones(3), None, "x")
         assert handle.wait().tolist() == [1.0] * 3
         assert handle.finish_time is None
     assert not traffic.transfers
-    assert link.occupy(0.0, 1.0) == (0.0, 1.0)
+    assert one.occupy(0.0, 1.0) == (0.0, 1.0)
+
+
+def test_a_really_shaped_network_can_be_compared():
+    """Ranks in namespaces of their own, joined by wires that tc slows down, and the emulation.
+
+    How close they are is a matter of time: tests/bench/link.py --shaped.
+    """
+    if reason := link.missing_rights():
+        pytest.skip(reason)
+    for row in link.shaped(ranks=2, mbits=100, rounds=1):
+        assert row["emulated_s"] >= row["bytes"] / (100e6 / 8)  # 2 (n - 1) / n = 1
+        # The token bucket lets 32 kB through at once, in each direction.
+        assert row["shaped_s"] >= (row["bytes"] - 64_000) / (100e6 / 8)

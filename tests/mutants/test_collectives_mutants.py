@@ -79,8 +79,8 @@ FAULTS = [
         rings, "reduce_scatter", "range(ranks - 1)", "range(ranks - 2)"),
         checks.check_ring_sums, THREE),
     Fault("tail dropped", "", edited(
-        rings, "reduce_scatter", ".tensor_split(ranks)", "[: tensor.numel() // ranks * ranks].tensor_split(ranks)"),
-        checks.check_ring_sums, THREE),
+        rings, "reduce_scatter", ".tensor_split(ranks)",
+        "[: tensor.numel() // ranks * ranks].tensor_split(ranks)"), checks.check_ring_sums, THREE),
     Fault("sends the whole tensor round", "", edited(
         rings, "all_reduce", "chunk = reduce_scatter(tensor, group, watch)",
         "rings_sum = reduce_scatter(tensor, group); chunk = reduce_scatter(tensor, group, watch)"),
