@@ -2,7 +2,7 @@
 
 import math
 import tomllib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Literal
 
 import pytest
@@ -30,6 +30,7 @@ class Toy:
     kind: Annotated[Literal["large", "small"], "its size"] = "small"
     limit: Annotated[int | None, "most things; none: no limit"] = None
     place: Annotated[str | None, "where it is"] = None
+    shares: Annotated[dict[str, float], "of what it is made"] = field(default_factory=dict)
 
     def faults(self) -> list[str]:
         return [] if self.count > 0 else [f"count {self.count} must be positive"]
@@ -81,6 +82,13 @@ def test_a_whole_number_is_a_number(tmp_path):
     assert (value, type(value)) == (2.0, float)
 
 
+def test_a_table_is_written_on_one_line_or_on_its_own(tmp_path):
+    wanted = Toy(shares={"red": 1.0, "dark blue": 0.25})
+    for text in ('[toy]\nshares = {red = 1, "dark blue" = 0.25}\n',
+                 '[toy.shares]\nred = 1\n"dark blue" = 0.25\n'):  # fmt: skip
+        assert read(tmp_path, text)["toy"] == wanted
+
+
 def test_none_is_written_as_a_word(tmp_path):
     given = Toy(limit=5, place="here")
     text = to_toml({"toy": given})
@@ -106,6 +114,8 @@ def test_a_preset_comes_first_and_keys_change_it(tmp_path):
         ("--toy.active=true", {"active": True}),
         ("--toy.kind=large", {"kind": "large"}),
         ("--toy.limit=9", {"limit": 9}),
+        ('--toy.shares={red = 2, "a.b/c" = 0.5}', {"shares": {"red": 2.0, "a.b/c": 0.5}}),
+        ("--toy.shares={}", {"shares": {}}),
     ],
 )
 def test_the_command_line_changes_single_keys(tmp_path, override, changes):
@@ -151,6 +161,11 @@ def test_a_mistake_is_named_with_the_nearest_choice(tmp_path, text, expected):
         ('active = "true"', 'toy.active = "true": must be true or false, not str'),
         ("name = 7", "toy.name = 7: must be a text, not int"),
         ("kind = true", "toy.kind = true: must be one of large, small"),
+        ("shares = 1", "toy.shares = 1: must be a table such as {name = 0.5}, not int"),
+        (
+            "shares = {a = 1.5, b = true}",
+            'toy.shares = {"a": 1.5, "b": true}: b must be a number, not bool',
+        ),
     ],
 )
 def test_a_wrong_type_is_refused(tmp_path, line, expected):
@@ -166,6 +181,7 @@ def test_a_wrong_type_is_refused(tmp_path, line, expected):
         ("--tyo.count=5", "unknown section in '--tyo.count=5'; did you mean toy?"),
         ("--toy.cont=5", "unknown key toy.cont; did you mean count?"),
         ("--toy.count=five", 'toy.count = "five": must be a whole number, not str'),
+        ("--toy.shares=red", 'toy.shares = "red": must be a table such as {name = 0.5}, not str'),
         ("--toy.count=", 'toy.count = "": must be a whole number, not str'),
     ],
 )
@@ -199,6 +215,8 @@ def other(value, hint_name: str):
     """A valid value of the same kind that is not the default."""
     if isinstance(value, bool):
         return not value
+    if hint_name == "mixture":
+        return {"python-docs": 0.25, "shakespeare": 3.0}
     return {"lr": 1.7e-5, "timeout_s": 1.5e-3}.get(hint_name, value)
 
 
@@ -224,7 +242,7 @@ def test_texts_and_numbers_of_every_kind_survive(tmp_path):
         "",
         "\x00\x1f\x7f\x85",
     ):
-        given = {"toy": Toy(name=name, place=name), "plain": Plain()}
+        given = {"toy": Toy(name=name, place=name, shares={name: 0.1}), "plain": Plain()}
         assert read(tmp_path, to_toml(given)) == given
     for value in (1e-30, 1e22, -0.0, 123456789.123456789, math.inf, 5e-324):
         given = {"toy": Toy(rate=value, limit=2**62), "plain": Plain(-value)}
