@@ -11,7 +11,7 @@ front of each payload they agree on the latest launch by an all-reduce of one nu
 
 It is an emulation. gloo must be much faster than the wire, so a link above half of gloo's
 bandwidth is refused; show such a link in scale (`scaled`). gloo also uses processor time, which a
-network card would not.
+network card would not. Only tensors of the CPU and ranks of one machine are meant.
 """
 
 import math

@@ -53,7 +53,8 @@ def check_agreement() -> Iterator[None]:
     """Inside the block, each call is first compared with the other ranks'; enter on all ranks.
 
     Then a mismatch raises DisagreementError on all ranks of the group, with what each one calls. A
-    rank that calls nothing, or calls in another group, still ends in a CollectiveError.
+    rank that calls nothing, or calls in another group, still ends in a CollectiveError; messages
+    between two ranks (`exchange`) are not compared.
     """
     _numbers.append(Counter())
     try:

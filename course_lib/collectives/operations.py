@@ -203,7 +203,8 @@ def _launch(
 
 
 def _name(group) -> str:
-    return {"default_pg": "world"}.get(group.group_desc, group.group_desc.removeprefix("mesh_"))
+    """The axis of the mesh, or "world"."""
+    return group.group_desc.removeprefix("mesh_").replace("default_pg", "world")
 
 
 def _require_contiguous(tensor: Tensor) -> None:
