@@ -166,7 +166,8 @@ def count(work: Work, corpus: Corpus, names: list[str]) -> tuple[Counter, "Split
         for side in (0, 1):
             sizes[side] += int(sizes_in_bytes[(kinds == 0) & (out == side)].sum())
     if not sum(sizes):
-        raise DataError(f"the corpus is empty: {corpus.name} holds no text")
+        left = " but repetitions" if counts["exact"] + counts["near"] else ""
+        raise DataError(f"the corpus is empty: {corpus.name} holds no text{left}")
     counts["bytes_kept"] = sum(sizes)
     return counts, Split(work.config.held_out, sizes)
 
