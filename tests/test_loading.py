@@ -218,6 +218,16 @@ def test_a_killed_worker_is_an_error_and_no_hang():
         next(ahead)
 
 
+def test_signals_to_stop_a_run_leave_its_workers_at_work():
+    """Slurm sends SIGTERM to all processes of a job; the trainer still finishes its step."""
+
+    def make(step):
+        os.kill(os.getpid(), signal.SIGTERM if step % 2 else signal.SIGINT)
+        return step
+
+    assert list(fetch_ahead(make, range(6), 1, "process")) == list(range(6))
+
+
 def test_leaving_early_ends_the_workers_even_in_the_middle_of_an_item():
     def make(step):
         if step > 1:

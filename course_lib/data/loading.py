@@ -141,9 +141,10 @@ class _Crew:
 class _Worker:
     """One process, started at once, and the pipes to it."""
 
-    # Who stops a run stops this process, which then ends its workers; Ctrl-C does not reach them.
+    # A signal that is meant to stop the run must not end its workers before it: the run does.
     _PROGRAM = (
-        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "import signal\n"
+        "for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)\n"
         "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer)\n"
         "from course_lib.data.loading import serve; serve()"
     )
