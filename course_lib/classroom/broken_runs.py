@@ -29,7 +29,7 @@ MODEL = ModelConfig(
     mlp="swiglu", positions="rope", bias=False, tie_embeddings=False,
 )  # fmt: skip
 TEXT_BYTES = 1_000_000  # of the corpus; the last tenth is held out
-HELD_OUT_WINDOWS = 64  # read by an evaluation, each as long as the context
+HELD_OUT_WINDOWS = 80  # read by an evaluation, each as long as the context
 EVALUATE_EVERY = 10  # steps
 
 TextForm = Literal["as it is", "spaces marked"]  # marked: each space becomes "_"
