@@ -484,8 +484,8 @@ def test_the_tokenizer_learns_from_a_bounded_sample_of_large_corpora(messy, monk
 
 
 def test_memory_stays_bounded(tmp_path):
-    """The benchmark's own measurement, on a small corpus: the bound is that of one gigabyte."""
-    found = preprocess.measure_memory(tmp_path, megabytes=10, processes=2, vocab=400)
-    assert found["peak_uss_mb"] < preprocess.BOUND_MB
+    """The benchmark's own measurement, on a small corpus with half of its bound."""
+    found = preprocess.measure_memory(tmp_path, megabytes=6, processes=2, vocab=400)
+    assert found["peak_uss_mb"] < preprocess.BOUND_MB / 2
     assert found["processes_seen"] == 3
     assert found["torch"] is False
