@@ -70,10 +70,10 @@ def measure(size: int, shares: list[float], rounds: int, bucket_bytes: int) -> l
     text = torch.randint(config.vocab, (samples, config.context + 1))
     steps = {kind: Step(config, mesh, text, bucket_bytes, kind) for kind in ("during", "after")}
     gloo = measure_gloo()
-    for _ in range(3):
-        backward_s = [slowest(steps["during"].run()[1]) for _ in range(3)]
+    warmed = [slowest(steps["during"].run()[1]) for _ in range(8)]
+    backward_s = median(warmed[3:])
     payload = sum(b.payload_bytes for b in steps["during"].buckets.plan)
-    return [compare(steps, share, median(backward_s), payload, rounds, gloo) for share in shares]
+    return [compare(steps, share, backward_s, payload, rounds, gloo) for share in shares]
 
 
 class Step:
