@@ -1,6 +1,6 @@
 """The runs of "Why doesn't it converge?": every fault shows its symptom, every repair removes it.
 
-Checked once with eight seeds and with both corpora: each limit here is passed by a wide margin.
+The limits were checked once with other seeds, and with the corpus that is used without a network.
 """
 
 from dataclasses import replace
@@ -41,7 +41,7 @@ def test_a_healthy_run_starts_at_8_bits_and_learns(runs):
     healthy = runs["healthy"]
     assert abs(healthy.loss[0] - 8) < 0.2  # log2 of 256 bytes
     assert healthy.final < 4.1
-    assert abs(healthy.final - healthy.loss[LATE].mean()) < 0.3
+    assert healthy.final < healthy.loss[LATE].mean() + 0.3
     assert not healthy.skipped.any()
 
 
@@ -67,7 +67,8 @@ def test_accumulated_small_batches_train_as_the_large_one(runs):
 
 def test_a_high_learning_rate_never_recovers(runs):
     run, healthy = runs["high learning rate"], runs["healthy"]
-    assert run.loss[:20].max() > run.loss[0] + 0.5 > healthy.loss[:20].max()
+    assert run.grad_norm[1] > 2 * run.grad_norm[0]
+    assert run.loss[5:15].mean() > healthy.loss[5:15].mean() + 0.5
     assert run.final > healthy.final + 0.4
     assert np.median(run.grad_norm[LATE]) < 0.8 * np.median(healthy.grad_norm[LATE])
 
