@@ -1,0 +1,173 @@
+"""Answers to the exercises of "Data parallelism"."""
+
+import torch
+import torch.distributed as dist
+
+from course_lib.collectives import all_reduce
+from course_lib.data_parallel import agree, keep_in_step, without_targets
+from course_lib.training import loss_sum
+
+from . import Cases, Wrong
+
+# data-parallelism/1: the learner's answer is written out; a mistake changes one place of it.
+
+
+def buckets_stub(model, micro_batches, tokens, bucket_bytes, mesh):
+    raise NotImplementedError
+
+
+def in_buckets(model, micro_batches, tokens, bucket_bytes, mesh, mistake=""):
+    group, ranks = mesh.group("dp"), mesh.size("dp")
+    if mistake == "own tokens":
+        tokens = max(sum(batch.valid for batch in micro_batches), 1)
+    kept = [torch.zeros_like(p) for p in model.parameters()]
+    for batch in micro_batches:
+        if mistake == "only the last":
+            model.zero_grad()
+        nats = loss_sum(model(**batch.inputs()), batch.labels)
+        (nats if mistake == "not divided" else nats / tokens).backward()
+        if mistake == "every micro-batch":
+            summed(model, group, bucket_bytes)
+            for total, p in zip(kept, model.parameters()):
+                if p.requires_grad:
+                    total += p.grad
+            model.zero_grad()
+        if mistake == "sums sums":
+            summed(model, group, bucket_bytes)
+    if mistake == "every micro-batch":
+        for total, p in zip(kept, model.parameters()):
+            p.grad = total
+    elif mistake != "sums sums":
+        summed(model, group, bucket_bytes, mistake)
+    if mistake in ("average", "own tokens"):
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad /= ranks
+
+
+def summed(model, group, bucket_bytes, mistake=""):
+    parameters = [p for p in reversed(list(model.parameters())) if p.requires_grad]
+    if mistake == "frozen too":
+        parameters = list(model.parameters())
+    if mistake == "unused left out":
+        parameters = [p for p in parameters if p.grad is not None]
+    for p in parameters:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    filling = []
+    for p in parameters:
+        full = sum(q.grad.nbytes for q in (*filling, p)) > bucket_bytes
+        if filling and (full or mistake == "one each") and mistake != "one for all":
+            send(filling, group, mistake)
+            filling = []
+        filling.append(p)
+    send(filling, group, mistake)
+
+
+def send(bucket, group, mistake):
+    order = reversed(bucket) if mistake == "mixed up" else bucket
+    flat = torch.cat([p.grad.flatten() for p in order])
+    if mistake == "torch's own":
+        dist.all_reduce(flat, group=group)
+    else:
+        all_reduce(flat, group, "gradients").wait()
+    if mistake == "not copied back":
+        return
+    for p, piece in zip(bucket, flat.split([p.numel() for p in bucket])):
+        p.grad.copy_(piece.view_as(p))
+
+
+def with_mistake(mistake):
+    def answer(model, micro_batches, tokens, bucket_bytes, mesh):
+        return in_buckets(model, micro_batches, tokens, bucket_bytes, mesh, mistake)
+
+    return answer
+
+
+# data-parallelism/2
+
+
+def in_step_stub(steps, mesh, blank):
+    raise NotImplementedError
+    yield
+
+
+def only_own(steps, mesh, blank):
+    yield from steps
+
+
+def skips(steps, mesh, blank):
+    yield from keep_in_step((s for s in steps if sum(b.valid for b in s)), mesh, blank)
+
+
+def skips_after_asking(steps, mesh, blank):
+    while True:
+        own = next(steps, None)
+        if not agree(own is not None, mesh):
+            return
+        own = [without_targets(blank)] if own is None else own
+        if any(batch.valid for batch in own):
+            yield own
+
+
+def drops_the_tail(steps, mesh, blank):
+    while True:
+        own = next(steps, None)
+        if agree(own is None, mesh):
+            return
+        yield own
+
+
+def keeps_targets(steps, mesh, blank):
+    for own in keep_in_step(steps, mesh, blank):
+        yield own if own[0].samples is not blank.samples else [blank]
+
+
+def repeats_the_last(steps, mesh, blank):
+    last = [without_targets(blank)]
+    while True:
+        own = next(steps, None)
+        if not agree(own is not None, mesh):
+            return
+        last = last if own is None else own
+        yield last
+
+
+def one_step_more(steps, mesh, blank):
+    yield from keep_in_step(steps, mesh, blank)
+    yield [without_targets(blank)]
+
+
+CASES = {
+    "data-parallelism/1": Cases(
+        buckets_stub,
+        (
+            Wrong("average", with_mistake("average"), "that is an average"),
+            Wrong("unused left out", with_mistake("unused left out"), "leaves it out there"),
+            Wrong("sends often", with_mistake("every micro-batch"), "in each of the 3 micro-"),
+            Wrong("sums what was summed", with_mistake("sums sums"), "what was summed before"),
+            Wrong("divides by its own tokens", with_mistake("own tokens"), "by its own tokens"),
+            Wrong("forgets to divide", with_mistake("not divided"), "not divided at all"),
+            Wrong("only the last", with_mistake("only the last"), "only the last of the 3"),
+            Wrong("does not copy back", with_mistake("not copied back"), "not copied back"),
+            Wrong("mixes up pieces", with_mistake("mixed up"), "in the same order?"),
+            Wrong("sends the frozen one", with_mistake("frozen too"), "travels too"),
+            Wrong("one message for all", with_mistake("one for all"), "more than bucket_bytes"),
+            Wrong("one message each", with_mistake("one each"), "one message a parameter"),
+            Wrong("does not count", with_mistake("torch's own"), "no message was counted"),
+            Wrong("gives no function", 3, "give the function itself"),
+        ),
+    ),
+    "data-parallelism/2": Cases(
+        in_step_stub,
+        (
+            Wrong("hangs", only_own, "it hangs: a rank without batches leaves the loop"),
+            Wrong("skips on one rank", skips, "skips its batch 1"),
+            Wrong("skips a step alone", skips_after_asking, "not at the same place"),
+            Wrong("drops the tail", drops_the_tail, "is never used"),
+            Wrong("blank keeps its targets", keeps_targets, "uses `blank` with its targets"),
+            Wrong("repeats its last batch", repeats_the_last, "repeats a batch"),
+            Wrong("one step too many", one_step_more, "at last no rank has a batch"),
+        ),
+    ),
+}
