@@ -179,9 +179,11 @@ def serve() -> None:
     orders: SimpleQueue = SimpleQueue()
     Thread(target=_listen, args=(sys.stdin.buffer, orders), daemon=True).start()
     make = orders.get()
-    while True:
-        answers.write(_answer(make, orders.get()))
-        answers.flush()
+    with suppress(BrokenPipeError):  # nobody waits for the item any more
+        while True:
+            answers.write(_answer(make, orders.get()))
+            answers.flush()
+    os._exit(0)
 
 
 def _listen(file: BinaryIO, orders: SimpleQueue) -> None:

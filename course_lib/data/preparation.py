@@ -19,6 +19,7 @@ from pathlib import Path
 from course_lib.data import DataError, corpora, pipeline
 from course_lib.data.config import DataConfig
 from course_lib.data.corpora import Corpus
+from course_lib.data.samples import ORDER
 from course_lib.data.shards import FORMAT, TokenShards, digest, join_shards
 from course_lib.data.tokenizer import SMALLEST_VOCAB, TextTokenizer, load_tokenizer
 
@@ -138,7 +139,7 @@ def _describe(
                 )
             made_of.append(shards.sha256)
     made_of += [weights[place] for place in weights if len(weights) > 1]
-    made_of += [sha256, vocab, config.sequence_length, config.packing, config.seed]
+    made_of += [ORDER, sha256, vocab, config.sequence_length, config.packing, config.seed]
     counts = json.loads((directory / "counts.json").read_bytes())
     return Prepared(tuple(sources), directory, tokenizer, vocab, digest(made_of), counts)
 
