@@ -162,11 +162,6 @@ CASES = {
             Wrong(
                 "the default", lambda s, r, k, n: (2**20, 25 * 2**20), "last bucket is too large"
             ),
-            Wrong(
-                "too large",
-                lambda s, r, k, n: (0.3 * sum(s), 0.5 * sum(s)),
-                "last bucket is too lar",
-            ),
             Wrong("other way round", other_way_round, "other way round"),
             Wrong("in MB", in_megabytes, "not in MB"),
             Wrong("one number", lambda s, r, k, n: 1e6, "two positive numbers"),
