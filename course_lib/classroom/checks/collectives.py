@@ -24,7 +24,7 @@ def grade_reduce_scatter(answer: Callable) -> None:
     _require_function(answer)
     for ranks, elements in _RUNS:
         try:
-            seen = on_ranks(_try_out, ranks, answer, elements, timeout_s=8).values
+            seen = on_ranks(_try_out, ranks, answer, elements, timeout_s=6).values
         except RankTimeout as error:
             raise WrongAnswer(
                 f"with {ranks} ranks and {elements} elements the ranks wait for each other without "
