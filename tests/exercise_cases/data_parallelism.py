@@ -84,6 +84,13 @@ def with_mistake(mistake):
     return answer
 
 
+def sends_unlike_sizes(model, micro_batches, tokens, bucket_bytes, mesh):
+    for batch in micro_batches:
+        (loss_sum(model(**batch.inputs()), batch.labels) / tokens).backward()
+    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    dist.all_reduce(torch.cat(gradients), group=mesh.group("dp"))
+
+
 # data-parallelism/2
 
 
@@ -133,6 +140,15 @@ def repeats_the_last(steps, mesh, blank):
         yield last
 
 
+def returns_nothing(steps, mesh, blank):
+    list(keep_in_step(steps, mesh, blank))
+
+
+def yields_a_batch(steps, mesh, blank):
+    for own in keep_in_step(steps, mesh, blank):
+        yield own[0]
+
+
 def one_step_more(steps, mesh, blank):
     yield from keep_in_step(steps, mesh, blank)
     yield [without_targets(blank)]
@@ -155,6 +171,7 @@ CASES = {
             Wrong("one message for all", with_mistake("one for all"), "more than bucket_bytes"),
             Wrong("one message each", with_mistake("one each"), "one message a parameter"),
             Wrong("does not count", with_mistake("torch's own"), "no message was counted"),
+            Wrong("unlike sizes without check", sends_unlike_sizes, "the ranks call different"),
             Wrong("gives no function", 3, "give the function itself"),
         ),
     ),
@@ -167,6 +184,8 @@ CASES = {
             Wrong("drops the tail", drops_the_tail, "is never used"),
             Wrong("blank keeps its targets", keeps_targets, "uses `blank` with its targets"),
             Wrong("repeats its last batch", repeats_the_last, "repeats a batch"),
+            Wrong("is no generator", returns_nothing, "your function returned NoneType"),
+            Wrong("yields a batch", yields_a_batch, "you yield Batch"),
             Wrong("one step too many", one_step_more, "at last no rank has a batch"),
         ),
     ),

@@ -23,7 +23,7 @@ from ..launch import RankError, RankTimeout
 from ..teaching import tidy
 from .exercise import Exercise, WrongAnswer, on_ranks
 
-HANG_S = 5.0
+HANG_S = 7.0
 SHAPE = ModelConfig(layers=2, width=12, heads=2, vocab=17, context=6)
 
 
@@ -36,8 +36,11 @@ def _run(answer: Callable, ranks: int, one_rank: Callable, *arguments, disagree:
     except RankTimeout as error:
         raise WrongAnswer(f"{hang}\n{tidy(str(error))}") from error
     except RankError as error:
-        if error.type_name in ("DisagreementError", "CollectiveError"):
+        # gloo ends a process that gets another size than it expects: then there is no type.
+        if error.type_name in ("DisagreementError", "CollectiveError", None):
             raise WrongAnswer(f"{disagree}\n{tidy(str(error))}") from error
+        if error.type_name == "NotStepsError":
+            raise WrongAnswer(f"{error.message}: yield lists of micro-batches.") from error
         raise
 
 
@@ -271,13 +274,27 @@ def _looped(answer: Callable, steps: list) -> list[tuple[list[int], int, int]]:
     mesh = make_mesh({"dp": len(steps)})
     blank, log = _micro_batches(mesh.rank("dp"), BLANK)[0], []
     with check_agreement():
-        for own in answer(iter(steps[mesh.rank("dp")]), mesh, blank):
+        for own in _lists(answer(iter(steps[mesh.rank("dp")]), mesh, blank)):
             counts = [int((b.labels != IGNORE).sum()) for b in own]
             tokens = all_reduce(torch.tensor(sum(counts)), mesh.group("dp"), "token count").wait()
             log.append(([int(b.samples[0]) for b in own], sum(counts), int(tokens)))
             if len(log) > 2 * max(map(len, steps)):
                 break
     return log
+
+
+def _lists(made) -> Iterator[list[Batch]]:
+    """What the answer yields, as long as it has the right form."""
+    if not hasattr(made, "__iter__"):
+        raise NotStepsError(f"your function returned {type(made).__name__}")
+    for own in made:
+        if not isinstance(own, (list, tuple)) or not all(isinstance(b, Batch) for b in own):
+            raise NotStepsError(f"you yield {type(own).__name__}")
+        yield own
+
+
+class NotStepsError(TypeError):
+    """The answer is no generator of lists of micro-batches."""
 
 
 def _require_all_used(found: list, steps: list) -> None:
