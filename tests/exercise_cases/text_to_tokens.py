@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 
 from course_lib.data.bpe import SINGLE_BYTES, split
-from course_lib.data.deduplication import jaccard
+from course_lib.data.deduplication import jaccard, signature, similarity
 
 from . import Cases, Wrong
 
@@ -16,31 +16,42 @@ def merges_stub(text, merges):
 
 def learn(text, merges, mistake=""):
     pieces = [text.encode()] if mistake == "no words" else split(text)
+    if mistake == "text.split()":
+        pieces = [word.encode() for word in text.split()]
     if mistake == "each word once":
         pieces = list(dict.fromkeys(pieces))
     words = [[piece[i : i + 1] for i in range(len(piece))] for piece in pieces]
     if mistake == "characters":
         words = [list(piece.decode()) for piece in pieces]
     number = {symbol: place for place, symbol in enumerate(SINGLE_BYTES)}
-    learned = []
+    if mistake == "ids by value":
+        number = {bytes([value]): value for value in range(256)}
+    learned = kept_between_calls if mistake == "one list for all calls" else []
     for _ in range(merges):
         counts = defaultdict(int)
         for word in words:
-            last = None
+            last, met = None, set()
             for place in range(len(word) - 1):
                 pair = word[place], word[place + 1]
                 if mistake == "runs once" and pair[0] == pair[1] and last == place - 1:
                     continue
+                if mistake == "once in a word" and pair in met:
+                    continue
+                met.add(pair)
                 last = place if pair[0] == pair[1] else None
                 counts[pair] += 1
         most = max(counts.values(), default=0)
-        if most < (1 if mistake == "never stops" else 2):
+        if most < {"never stops": 1, "stops at two": 3}.get(mistake, 2):
             break
         tied = [pair for pair in counts if counts[pair] == most]
         if mistake == "ties as met" or mistake == "characters":
             pair = tied[0]
         elif mistake == "ties by bytes":
             pair = sorted(tied)[0]
+        elif mistake == "left id only":
+            pair = min(tied, key=lambda pair: number[pair[0]])
+        elif mistake == "right id first":
+            pair = min(tied, key=lambda pair: (number[pair[1]], number[pair[0]]))
         else:
             tied.sort(key=lambda pair: [number[symbol] for symbol in pair])
             pair = tied[-1] if mistake == "last of the tied" else tied[0]
@@ -48,6 +59,9 @@ def learn(text, merges, mistake=""):
         number.setdefault(pair[0] + pair[1], len(number))
         words = [joined(word, pair, mistake) for word in words]
     return learned
+
+
+kept_between_calls = []
 
 
 def joined(word, pair, mistake=""):
@@ -124,6 +138,14 @@ def longest_token(text, merges):
     return tokens
 
 
+def words_not_cut(text, merges):
+    data = text.encode()
+    symbols = [data[i : i + 1] for i in range(len(data))]
+    for pair in merges:
+        symbols = joined(symbols, pair)
+    return symbols
+
+
 def without_spaces(text, merges):
     return encode(text.replace(" ", ""), merges)
 
@@ -146,6 +168,8 @@ def duplicates(texts, threshold, mistake=""):
         for other in range(place):
             dropped = verdicts[other][0] != "new"
             same = text == texts[other]
+            if dropped and mistake != "compares with dropped texts":
+                continue
             if mistake == "capitals do not count":
                 same = text.lower() == texts[other].lower()
             if mistake == "near is called exact":
@@ -153,11 +177,12 @@ def duplicates(texts, threshold, mistake=""):
             if same and mistake != "copies are called near":
                 verdict = "exact", other
                 break
-            if dropped and mistake != "compares with dropped texts":
-                continue
-            if alike(text, texts[other], mistake) >= threshold:
+            reaches = 0.8 if mistake == "always 0.8" else threshold
+            found = alike(text, texts[other], mistake)
+            if found > reaches or (found == reaches and mistake != "above"):
                 verdict = "near", other
-                break
+                if mistake != "the last similar":
+                    break
         verdicts.append(verdict)
     return verdicts
 
@@ -170,8 +195,10 @@ def alike(text, other, mistake):
     if mistake == "same beginning":
         return float(text[:200] == other[:200])
     if mistake == "twice the common part":
-        similarity = jaccard(text, other)
-        return 2 * similarity / (1 + similarity)
+        true = jaccard(text, other)
+        return 2 * true / (1 + true)
+    if mistake == "MinHash":
+        return similarity(signature(text), signature(other))
     if mistake == "only exact":
         return 0
     return jaccard(text, other)
@@ -185,6 +212,24 @@ def keeps_the_last(texts, threshold):
     backwards = duplicates(texts[::-1], threshold)[::-1]
     turn = len(texts) - 1
     return [(kind, None if of is None else turn - of) for kind, of in backwards]
+
+
+def copies_of_any(texts, threshold):
+    """The verdicts, but with equal texts looked for among the dropped ones, too."""
+    verdicts = duplicates(texts, threshold)
+    earlier = [text in texts[:place] for place, text in enumerate(texts)]
+    return [("exact", texts.index(text)) if again else verdict
+            for text, verdict, again in zip(texts, verdicts, earlier)]  # fmt: skip
+
+
+def place_among_the_kept(texts, threshold):
+    verdicts = duplicates(texts, threshold)
+    kept = [place for place, (kind, _) in enumerate(verdicts) if kind == "new"]
+    return [(kind, None if of is None else kept.index(of)) for kind, of in verdicts]
+
+
+def otherwise_written(change):
+    return lambda texts, threshold: [change(texts, *it) for it in duplicates(texts, threshold)]
 
 
 def with_itself(texts, threshold):
@@ -212,6 +257,17 @@ CASES = {
             Wrong("each word once", learning("each word once"), "each different word once"),
             Wrong("across words", learning("no words"), "over the border of two words"),
             Wrong("counted once", counted_once, "You count once, and take"),
+            Wrong("ids by value", learning("ids by value"), "place in SINGLE_BYTES, not its value"),
+            Wrong("left id only", learning("left id only"), "You compare the left symbols only"),
+            Wrong("right id first", learning("right id first"), "the right symbols first"),
+            Wrong("text.split()", learning("text.split()"), "with `text.split()`, and the spaces"),
+            Wrong("once in a word", learning("once in a word"), "once in each word"),
+            Wrong(
+                "one list for all calls",
+                learning("one list for all calls"),
+                "keeps something from call to call",
+            ),
+            Wrong("stops at two", learning("stops at two"), "You stop too early"),
             Wrong("never stops", learning("never stops"), "Stop when no pair occurs twice"),
             Wrong("characters", learning("characters"), "each symbol is of type bytes"),
             Wrong("tokens instead of pairs", tokens_instead, "each merge is a pair"),
@@ -227,6 +283,7 @@ CASES = {
             Wrong("one merge a word", encoding("once a word"), "only once in a word"),
             Wrong("merges sorted", encoding("sorted"), "in the order of their bytes"),
             Wrong("overlapping", encoding("symbol used twice"), "in aaa you merge both pairs"),
+            Wrong("words not cut", words_not_cut, "over the border of two words"),
             Wrong("spaces lost", without_spaces, "Your tokens joined are not the text"),
             Wrong("text", as_text, "each of type bytes; yours returned a list with str"),
             Wrong("only bytes", lambda text, merges: encode(text, []), "apply merge after merge"),
@@ -248,6 +305,32 @@ CASES = {
                 "chain", finding("compares with dropped texts"), "a chain of small edits removes"
             ),
             Wrong("only exact", finding("only exact"), "an edited copy: text 1 is near of 0"),
+            Wrong("copy of a dropped text", copies_of_any, "not even for equal texts"),
+            Wrong("place among the kept", place_among_the_kept, "i is the place in `texts`"),
+            Wrong("the last similar", finding("the last similar"), "Name the first of them"),
+            Wrong("always 0.8", finding("always 0.8"), "the threshold that your function is"),
+            Wrong("above the threshold", finding("above"), "take >="),
+            Wrong("MinHash", finding("MinHash"), "MinHash only estimates the similarity"),
+            Wrong(
+                "a text for its place",
+                otherwise_written(lambda texts, kind, of: (kind, of if of is None else texts[of])),
+                "each verdict is",
+            ),
+            Wrong(
+                "the place as text",
+                otherwise_written(lambda texts, kind, of: (kind, of if of is None else str(of))),
+                "each verdict is",
+            ),
+            Wrong(
+                "the pair turned round",
+                otherwise_written(lambda texts, kind, of: (of, kind)),
+                "each verdict is",
+            ),
+            Wrong(
+                "another word",
+                otherwise_written(lambda texts, kind, of: (kind.upper(), of)),
+                "one of yours",
+            ),
             Wrong("compared with itself", with_itself, "It is compared with itself"),
             Wrong("texts returned", kept_texts, "each verdict is"),
             Wrong("only the kept", too_few, "return one verdict a text: 4"),

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
+from numbers import Integral
 from typing import NamedTuple
 
 from course_lib.data.deduplication import jaccard
@@ -38,10 +39,10 @@ def grade_deduplication(answer: Callable[[list[str], float], list[Verdict]]) -> 
     if not callable(answer):
         raise WrongAnswer("give the function itself: write its name without calling it.")
     for group in groups():
-        given = answer(list(group.texts), THRESHOLD)
+        given = answer(list(group.texts), group.threshold)
         _must_be_verdicts(given, len(group.texts))
-        given = [tuple(verdict) for verdict in given]
-        right = find_duplicates(group.texts, THRESHOLD)
+        given = [(kind, of) for kind, of in given]
+        right = find_duplicates(group.texts, group.threshold)
         if given != right:
             place = next(i for i, (one, other) in enumerate(zip(given, right)) if one != other)
             raise WrongAnswer(_told(group, place, given[place], right[place]))
@@ -52,6 +53,7 @@ class Group(NamedTuple):
 
     what: str
     texts: tuple[str, ...]
+    threshold: float = THRESHOLD
 
 
 @cache
@@ -59,6 +61,7 @@ def groups() -> tuple[Group, ...]:
     """The hidden texts; the tests hold that their similarities are what the words say."""
     story, poem, header = _words(1, 60), _words(2, 60), _words(3, 48)
     first, second = _edited(story, 30), _edited(story, 30, 45)
+    above, below = _words(13, 60), _words(8, 60)  # MinHash puts them on the other side of 0.8
     notice = " ".join(header)
     return (
         Group("copies", (" ".join(story), " ".join(poem), " ".join(story), " ".join(story))),
@@ -74,7 +77,24 @@ def groups() -> tuple[Group, ...]:
         ),
         Group("texts that share three quarters", (" ".join(story), _edited(story, 20, 40, 41))),
         Group("a chain of edits", (" ".join(story), first, second)),
+        Group(_COPY, (" ".join(poem), *[" ".join(poem).upper()] * 2)),
+        Group(_DROPPED, (" ".join(poem), " ".join(poem), " ".join(story), first)),
+        Group(_BETWEEN, (" ".join(story), _edited(story, 30, 58), first)),
+        Group(_LOWER, (" ".join(story), _edited(story, 20, 40, 41)), threshold=0.6),
+        Group(_HALF, ("a b c d e f x", "a b c d e f y"), threshold=0.5),
+        Group(
+            _CLOSE,
+            (" ".join(above), _edited(above, 30), " ".join(below), _edited(below, 30, 57)),
+        ),
     )
+
+
+_COPY = "a copy of a dropped text"
+_DROPPED = "texts behind a dropped one"
+_BETWEEN = "a text between two kept ones"
+_LOWER = "three quarters shared, with the threshold 0.6"
+_HALF = "a similarity of exactly 0.5, with the threshold 0.5"
+_CLOSE = "similarities close to the threshold"
 
 
 def _words(seed: int, count: int) -> list[str]:
@@ -88,15 +108,24 @@ def _edited(words: list[str], *places: int) -> str:
 
 
 def _must_be_verdicts(given: object, texts: int) -> None:
-    form = '("new", None), ("exact", i) or ("near", i)'
+    form = '("new", None), ("exact", i) or ("near", i), i the place of a text in the list'
     if not isinstance(given, (list, tuple)):
         kind = "nothing" if given is None else type(given).__name__
         raise WrongAnswer(f"return a list with one verdict a text, {form}; yours returned {kind}.")
     for verdict in given:
-        if not isinstance(verdict, (list, tuple)) or len(verdict) != 2:
-            raise WrongAnswer(f"each verdict is {form}; one of yours is {str(verdict)[:40]!r}.")
+        if not _in_form(verdict):
+            raise WrongAnswer(f"each verdict is {form}; one of yours is {repr(verdict)[:40]}.")
     if len(given) != texts:
         raise WrongAnswer(f"return one verdict a text: {texts}; yours returned {len(given)}.")
+
+
+def _in_form(verdict: object) -> bool:
+    if not isinstance(verdict, (list, tuple)) or len(verdict) != 2:
+        return False
+    kind, of = verdict
+    if isinstance(kind, str) and kind in ("exact", "near"):
+        return isinstance(of, Integral) and not isinstance(of, bool)
+    return isinstance(kind, str) and kind == "new" and of is None
 
 
 def _told(group: Group, place: int, given: Verdict, right: Verdict) -> str:
@@ -110,6 +139,8 @@ def _told(group: Group, place: int, given: Verdict, right: Verdict) -> str:
             "The last copy is kept. Keep the first: a text is judged by what came before it, so "
             "that the result does not depend on how many follow."
         )
+    if group.what in _REASONS and not (group.what == _DROPPED and place < 3):
+        return told + _REASONS[group.what]
     if kind != wanted and {kind, wanted} == {"exact", "near"}:
         return told + (
             "Exact means that all characters are equal; near means that the texts differ and "
@@ -140,6 +171,19 @@ def _reason(group: Group, kind: str, wanted: str) -> str:
     if wanted == "near":
         return "An edited copy is a near duplicate: compare the shingles of the two texts."
     return "Compare equal texts first, then shingles with the threshold."
+
+
+_REASONS = {  # the groups that can go wrong in one way only
+    _COPY: "Text 1 is dropped: it must not be compared with, not even for equal texts.",
+    _DROPPED: (
+        "Text 1 is dropped, but it keeps its place: i is the place in `texts`, not in a list of "
+        "the kept ones."
+    ),
+    _BETWEEN: "It is near of two kept texts. Name the first of them, not the last or the nearest.",
+    _LOWER: "Compare with the threshold that your function is given, not with 0.8.",
+    _HALF: "A similarity that reaches the threshold is near: take >=, and the threshold given.",
+    _CLOSE: "Compare with `jaccard`: MinHash only estimates the similarity, and may be off by 0.1.",
+}
 
 
 def _said(verdict: Verdict) -> str:
