@@ -66,7 +66,7 @@ class TrainingConfig:
             f"{name} {getattr(self, name)} must be at least {least}"
             for name, least in (
                 ("steps", 1), ("global_batch_tokens", 1), ("micro_batch", 1), ("warmup", 0),
-                ("weight_decay", 0), ("clip_norm", 0), ("max_skipped", 1), ("seed", 0),
+                ("max_skipped", 1), ("seed", 0),
             )
             if not getattr(self, name) >= least
         ]  # fmt: skip
@@ -75,6 +75,9 @@ class TrainingConfig:
         for name in ("lr", "eps"):
             if not 0 < getattr(self, name) < math.inf:
                 found.append(f"{name} {getattr(self, name)} must be positive and finite")
+        for name in ("weight_decay", "clip_norm"):
+            if not 0 <= getattr(self, name) < math.inf:
+                found.append(f"{name} {getattr(self, name)} must be at least 0 and finite")
         if not 0 <= self.min_lr <= 1:
             found.append(f"min_lr {self.min_lr} is a fraction of lr: from 0 to 1")
         if not 0 < self.decay <= 1:
@@ -136,7 +139,10 @@ def accumulate(
     loss_scale: factor on the loss before backward (fp16), removed by `finish_gradients`.
     Returns this rank's part of the mean loss in nats a token, () fp64, without a graph: the sum
     over ranks is the global batch's loss.
+    Raises: ValueError for a negative divisor.
     """
+    if divisor < 0:
+        raise ValueError(f"divisor {divisor} is a number of tokens: at least 0")
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     divisor = max(divisor, 1)
@@ -156,13 +162,27 @@ def _micro_batch_loss(model: nn.Module, batch, device, precision: str) -> Tensor
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:
     """The context in which a forward pass runs at this precision."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    _, dtype = _dtypes(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def weight_dtype(precision: str) -> torch.dtype:
     """The dtype in which weights, gradients and optimizer state are kept."""
-    return torch.float64 if precision == "fp64" else torch.float32
+    return _dtypes(precision)[0]
+
+
+_DTYPES = {  # of the weights, and of matrix products where it is another
+    "fp64": (torch.float64, None),
+    "fp32": (torch.float32, None),
+    "bf16": (torch.float32, torch.bfloat16),
+    "fp16": (torch.float32, torch.float16),
+}
+
+
+def _dtypes(precision: str) -> tuple[torch.dtype, torch.dtype | None]:
+    if precision not in _DTYPES:
+        raise ValueError(f"precision {precision!r} is not one of {', '.join(_DTYPES)}")
+    return _DTYPES[precision]
 
 
 def learning_rate(config: TrainingConfig, step: int) -> float:
@@ -170,20 +190,27 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
 
     Warm-up rises linearly and reaches `lr` at its last step, so the first update is never 0.
     From there, or from where wsd begins to decay, it falls to min_lr x lr at `steps`, and stays.
+    Raises: ValueError for a step below 0 and for an unknown schedule.
     """
+    if step < 0:
+        raise ValueError(f"step {step}: steps are counted from 0")
+    if config.schedule not in _FALLS:
+        raise ValueError(f"schedule {config.schedule!r} is not one of {', '.join(_FALLS)}")
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     start = max(config.warmup - 1, 0)
     if config.schedule == "wsd":
         start = max(start, config.steps - max(round(config.decay * config.steps), 1))
     progress = min(max(step - start, 0) / max(config.steps - start, 1), 1.0)
-    fall = {
-        "cosine": (1 - math.cos(math.pi * progress)) / 2,
-        "linear": progress,
-        "constant": 0.0,
-        "wsd": progress,
-    }[config.schedule]
-    return config.lr * (1 - (1 - config.min_lr) * fall)
+    return config.lr * (1 - (1 - config.min_lr) * _FALLS[config.schedule](progress))
+
+
+_FALLS = {  # how far the rate has fallen, from 0 to 1, where this much of the decay is done
+    "cosine": lambda progress: (1 - math.cos(math.pi * progress)) / 2,
+    "linear": lambda progress: progress,
+    "constant": lambda progress: 0.0,
+    "wsd": lambda progress: progress,
+}
 
 
 @torch.no_grad()
@@ -242,6 +269,10 @@ class LossScaler:
     scale: float = 2.0**16
     growth_interval: int = 2000
     good_steps: int = 0
+
+    def __post_init__(self):
+        if not (0 < self.scale < math.inf and self.growth_interval >= 1):
+            raise ValueError(f"{self}: the scale is positive and finite, the interval at least 1")
 
     @classmethod
     def for_precision(cls, precision: str) -> "LossScaler | None":

@@ -125,9 +125,23 @@ def check_schedules() -> None:
             assert math.isclose(got, rate, rel_tol=1e-12), (
                 f"{schedule} at {step}: {got}, not {rate}"
             )
+    config = TrainingConfig(warmup=0, steps=100, schedule="wsd", decay=0.29)
+    rates = [training.learning_rate(config, step) / config.lr for step in range(101)]
+    falls = next(step for step, rate in enumerate(rates) if rate < 1)
+    assert falls == 72, f"29 steps of 100 decay, so step 72 is the first below lr, not {falls}"
+    assert math.isclose(rates[100], 0.1), f"by default the rate ends at 0.1 of lr, not {rates[100]}"
 
 
 # -------------------------------------------------------------------------------- loss scaling
+
+
+def check_overflow_reaches_the_logits() -> None:
+    """MP-04: what is not finite above the loss must not be made finite in its backward pass."""
+    for upstream in (math.inf, math.nan):
+        logits = torch.zeros(1, 1, 4, requires_grad=True)
+        (training.loss_sum(logits, torch.tensor([[1]])) * upstream).backward()
+        left = int(logits.grad.isfinite().sum())
+        assert left == 0, f"{left} of 4 gradients are finite under a gradient of {upstream}"
 
 
 def check_scale_moves_as_torchs() -> None:
@@ -145,3 +159,17 @@ def check_scale_moves_as_torchs() -> None:
         theirs.update()
         assert ours.scale == theirs.get_scale(), f"step {step}: {ours.scale}"
     assert ours.scale == 64.0  # down three times, and up three times
+    ours = LossScaler(scale=1.0)
+    ours.update(False)
+    assert ours.scale == 0.5, f"{ours.scale} after an overflow at 1.0"
+
+
+def check_sgd() -> None:
+    """SGD takes lr x (gradient + weight decay x weight), where the weight decays."""
+    pair = [nn.Parameter(torch.full((1,), 2.0)) for _ in range(2)]
+    config = TrainingConfig(optimizer="sgd", lr=0.5, weight_decay=0.25)
+    optimizer = training.make_optimizer(config, zip(pair, (True, False)))
+    for weight in pair:
+        weight.grad = torch.ones(1)
+    optimizer.step()
+    assert [weight.item() for weight in pair] == [1.25, 1.5], [weight.item() for weight in pair]

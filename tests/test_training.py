@@ -16,6 +16,7 @@ from course_lib.training import (
     LossScaler,
     TrainingConfig,
     accumulate,
+    autocast,
     learning_rate,
     loss_sum,
     make_optimizer,
@@ -178,6 +179,11 @@ def test_the_loss_scale_moves_as_that_of_torch():
     proof.check_scale_moves_as_torchs()
 
 
+@pytest.mark.trap("MP-04")
+def test_an_overflow_above_the_loss_reaches_the_logits():
+    proof.check_overflow_reaches_the_logits()
+
+
 def test_the_loss_scale_grows_after_enough_good_steps_in_a_row():
     scaler = LossScaler(scale=8.0, growth_interval=3)
     seen = []
@@ -331,6 +337,10 @@ def test_sgd_is_plain():
     assert weight.tolist() == [0.0, 3.0]
 
 
+def test_sgd_decays_what_is_declared_to_decay():
+    proof.check_sgd()
+
+
 def test_frozen_parameters_are_in_no_group():
     frozen, free = nn.Parameter(torch.ones(2), requires_grad=False), nn.Parameter(torch.ones(2))
     optimizer = make_optimizer(TrainingConfig(), [(frozen, True), (free, False)])
@@ -348,3 +358,31 @@ def test_all_faults_of_a_training_section_are_found_at_once():
                  "max_skipped", "eps", "weight_decay", "decay"):  # fmt: skip
         assert any(fault.startswith(f"{name} ") for fault in found), name
     assert len(found) == 11
+
+
+@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay", "clip_norm"])
+def test_an_infinite_value_is_a_fault(name):
+    assert any(
+        fault.startswith(f"{name} ") for fault in TrainingConfig(**{name: math.inf}).faults()
+    )
+
+
+def test_a_seed_fits_64_bits():
+    assert TrainingConfig(seed=2**63 - 1).faults() == []
+    assert TrainingConfig(seed=2**63).faults() == [f"seed {2**63} must be below 2**63"]
+
+
+@pytest.mark.parametrize(
+    "call, says",
+    [
+        (lambda: autocast(torch.device("cpu"), "bfloat16"), "fp64, fp32, bf16, fp16"),
+        (lambda: weight_dtype("fp46"), "fp64, fp32, bf16, fp16"),
+        (lambda: learning_rate(TrainingConfig(schedule="Cosine"), 50), "one of cosine, linear"),
+        (lambda: learning_rate(TrainingConfig(warmup=0), -1), "counted from 0"),
+        (lambda: accumulate(nn.Linear(1, 1), [], divisor=-5), "at least 0"),
+        (lambda: LossScaler(growth_interval=0), "at least 1"),
+    ],
+)
+def test_a_wrong_argument_is_refused_with_what_is_allowed(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()

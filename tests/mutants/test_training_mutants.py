@@ -62,6 +62,11 @@ def decay_after_the_step(put: Put) -> None:
     adamw(put, late_decay=True)
 
 
+def sgd_without_decay(put: Put) -> None:
+    right = training.make_optimizer
+    put(training, "make_optimizer", lambda c, pairs: right(c, [(p, False) for p, _ in pairs]))
+
+
 def one_group(put: Put) -> None:
     right = training.make_optimizer
     put(training, "make_optimizer", lambda c, pairs: right(c, [(p, True) for p, _ in pairs]))
@@ -131,6 +136,19 @@ def wsd_share_of_what_follows_the_warm_up(put: Put) -> None:
     rate(put, "wsd", wrong)
 
 
+def wsd_rounds_its_length_down(put: Put) -> None:
+    def wrong(config, step):
+        length = int(config.decay * config.steps)
+        return min(max(step - (config.steps - length), 0) / length, 1)
+
+    rate(put, "wsd", wrong)
+
+
+def falls_to_zero_by_default(put: Put) -> None:
+    right = training.TrainingConfig
+    put(proof, "TrainingConfig", lambda **given: right(**{"min_lr": 0.0} | given))
+
+
 # --------------------------------------------------------------------- accumulation, loss scale
 
 
@@ -192,6 +210,24 @@ def doubles_on_overflow(put: Put) -> None:
     scaler(put, lambda self, finite: right(self, not finite))
 
 
+def stops_falling_at_1(put: Put) -> None:
+    right = training.LossScaler.update
+
+    def update(self, finite):
+        right(self, finite)
+        self.scale = max(self.scale, 1.0)
+
+    scaler(put, update)
+
+
+def hides_what_is_not_finite(put: Put) -> None:
+    right = training._CrossEntropySum.backward
+    put(
+        training._CrossEntropySum, "backward",
+        staticmethod(lambda ctx, upstream: right(ctx, upstream.nan_to_num())),
+    )  # fmt: skip
+
+
 def large_batch() -> None:
     proof.check_accumulation(2048, (32,))
 
@@ -208,14 +244,17 @@ FAULTS = [
     )),
     *((fault, proof.check_schedules, None) for fault in (
         cosine_starts_one_late, wsd_decays_from_its_peak, wsd_decays_one_step_late,
-        wsd_share_of_what_follows_the_warm_up,
+        wsd_share_of_what_follows_the_warm_up, wsd_rounds_its_length_down,
+        falls_to_zero_by_default,
     )),
+    (sgd_without_decay, proof.check_sgd, None),
+    (hides_what_is_not_finite, proof.check_overflow_reaches_the_logits, "MP-04"),
     *((fault, check, "ACC-01") for check in (proof.check_accumulation, large_batch) for fault in (
         divided_by_all_positions, only_the_last_micro_batch, mean_of_micro_batches,
     )),
     *((fault, proof.check_scale_moves_as_torchs, "MP-04") for fault in (
         growth_counts_all_good_steps, grows_at_every_step_after_the_first_growth,
-        doubles_on_overflow,
+        doubles_on_overflow, stops_falling_at_1,
     )),
 ]  # fmt: skip
 
