@@ -3,7 +3,7 @@
 import random
 from functools import partial
 
-from course_lib.data import permuted
+from course_lib.data import TokenDataset, permuted
 
 from . import Cases, Wrong
 
@@ -17,6 +17,8 @@ def locate_stub(dataset, step, index, global_batch):
 def locate(dataset, step, index, global_batch, mistake: str = ""):
     count, seed = len(dataset), dataset.seed
     n = step * global_batch + index
+    if mistake == "exchanges step and index":
+        n = index * global_batch + step
     if mistake == "adds step and index":
         n = step + index
     if mistake == "forgets the index":
@@ -91,6 +93,10 @@ def pack_stub(documents, length):
 
 
 def pack(documents, length, mistake: str = ""):
+    if mistake == "always 12":
+        length = 12
+    if mistake == "backwards":
+        documents = documents[::-1]
     rows, row = [], []  # a row is a list of (token, label, position, document)
     for number, tokens in enumerate(documents):
         left = length - len(row)
@@ -119,7 +125,12 @@ def pack(documents, length, mistake: str = ""):
         rows.append(row)
     if mistake == "an empty row in front":
         rows.insert(0, [])
-    filler = (0, 0 if mistake == "trains on filler" else -100, 0, -1)
+    filler = (
+        5 if mistake == "filler token 5" else 0,
+        0 if mistake == "trains on filler" else -100,
+        {"filler position -1": -1, "filler position 1000": 1000}.get(mistake, 0),
+        -1,
+    )
     fill = 0 if mistake == "no filler" else length
     rows = [row + [filler] * (fill - len(row)) for row in rows]
     if mistake == "documents twice":
@@ -130,6 +141,11 @@ def pack(documents, length, mistake: str = ""):
         for each in made:
             tokens = [*each["tokens"][1:], 0]
             each["labels"] = [token or -100 for token in tokens]
+    if mistake in ("letters", "numbers as text", "None"):
+        of = {"letters": lambda n: "ABCDEFGHIJ"[n], "numbers as text": str, "None": lambda n: None}
+        made = [each | {"documents": [*map(of[mistake], each["documents"])]} for each in made]
+    if mistake == "a field is None":
+        made = [each | {"positions": None} for each in made]
     if mistake == "no documents":
         for each in made:
             del each["documents"]
@@ -145,6 +161,19 @@ def cuts_documents(documents, length):
             for part in rows]  # fmt: skip
 
 
+def first_fit(documents, length):
+    """Each document into the first row that has room: fewer rows, but another order."""
+    rows = []
+    for number, tokens in enumerate(documents):
+        row = next((row for row in rows if len(row) + len(tokens) <= length), None)
+        if row is None:
+            rows.append(row := [])
+        row += zip(tokens, [*tokens[1:], -100], range(length), [number] * len(tokens))
+    rows = [part + [(0, -100, 0, -1)] * (length - len(part)) for part in rows]
+    return [dict(zip(("tokens", "labels", "positions", "documents"), map(list, zip(*part))))
+            for part in rows]  # fmt: skip
+
+
 def packing(mistake: str):
     return partial(pack, mistake=mistake)
 
@@ -155,6 +184,8 @@ CASES = {
         (
             Wrong("same order each epoch", locating("same order each epoch"), "the same order"),
             Wrong("ranks overlap", locating("adds step and index"), "you add step and index"),
+            Wrong("step and index", locating("exchanges step and index"), "index are exchanged"),
+            Wrong("the library's class", TokenDataset, "yours is the class TokenDataset"),
             Wrong("forgets the index", locating("forgets the index"), "the index in the global"),
             Wrong("forgets the step", locating("forgets the step"), "step makes no difference"),
             Wrong("counts its calls", counts_its_calls, "count nothing"),
@@ -204,9 +235,20 @@ CASES = {
             Wrong("one a row", packing("one a row"), "a row of its own"),
             Wrong("never quite full", packing("never quite full"), "fills a row exactly"),
             Wrong("an empty row", packing("an empty row in front"), "holds no document"),
-            Wrong("documents twice", packing("documents twice"), "stand in the rows twice"),
+            Wrong("documents twice", packing("documents twice"), "stands in the rows twice"),
             Wrong("no filler", packing("no filler"), "Fill it up"),
             Wrong("no documents", packing("no documents"), "has no documents"),
+            Wrong("backwards", packing("backwards"), "document 1 lies before document 0"),
+            Wrong("first fit", first_fit, "Take the documents in order"),
+            Wrong("length ignored", packing("always 12"), "a row has 15 positions"),
+            Wrong("numbers as text", packing("numbers as text"), "one of yours is '0'"),
+            Wrong("letters", packing("letters"), "documents must hold whole numbers"),
+            Wrong("None for numbers", packing("None"), "one of yours is None"),
+            Wrong("a field is None", packing("a field is None"), "positions must be a list"),
+            Wrong("filler position -1", packing("filler position -1"), "has the position -1"),
+            Wrong("filler position 1000", packing("filler position 1000"), "the position 1000"),
+            Wrong("filler token 5", packing("filler token 5"), "filled with tokens 0"),
+            Wrong("no rows", lambda documents, length: [], "yours: an empty list"),
             Wrong("returns nothing", lambda documents, length: None, "yours: nothing"),
             Wrong("gives a value, not a function", [], "without calling it"),
         ),

@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import pairwise
+from operator import index
+from typing import Any
 
 import torch
 
@@ -38,7 +41,7 @@ def pack(documents: Sequence[list[int]], length: int) -> list[Row]:
     return rows
 
 
-_LENGTH = 12
+_LENGTHS = (12, 15)
 _SIZES = (5, 4, 3, 6, 1, 4, 12, 2, 7)  # full rows, a row with room left, one token, a whole row
 
 
@@ -50,12 +53,34 @@ def _examples() -> list[list[int]]:
 
 def grade_packing(answer: Callable[[Sequence[list[int]], int], list[Row]]) -> None:
     """Pack documents; compare labels, positions and, through a model, who sees whom."""
+    must_be_a_function(answer)
+    documents = _examples()
+    for length in _LENGTHS:
+        given = answer([list(tokens) for tokens in documents], length)
+        _check(_in_form(given, length), documents, length)
+
+
+def must_be_a_function(answer: Any) -> None:
+    """Raise WrongAnswer for a value and for a class, whose call makes an object."""
     if not callable(answer):
         raise WrongAnswer("give the function itself: write its name without calling it.")
-    documents = _examples()
-    rows = _in_form(answer([list(tokens) for tokens in documents], _LENGTH))
+    if isinstance(answer, type):
+        raise WrongAnswer(f"give a function; yours is the class {answer.__name__}.")
+
+
+def as_whole(number: Any) -> int | None:
+    """A whole number of Python, numpy or torch as int; None for anything else."""
+    try:
+        return None if isinstance(number, bool) else index(number)
+    except TypeError:
+        return None
+
+
+def _check(rows: list[Row], documents: list[list[int]], length: int) -> None:
+    """All that makes rows of the right form a right answer."""
     places = _places(rows, documents)
-    _check_rows(rows, documents)
+    _check_rows(rows, documents, length)
+    _check_order(places)
     for tokens, (row, first) in zip(documents, places):
         _check_labels(rows[row]["labels"], tokens, first, rows[row]["tokens"])
     _check_fillers(rows, documents, places)
@@ -64,28 +89,41 @@ def grade_packing(answer: Callable[[Sequence[list[int]], int], list[Row]]) -> No
     _check_attention(rows, documents, places)
 
 
-def _in_form(rows) -> list[Row]:
+def _in_form(rows: Any, length: int) -> list[Row]:
     """Raise WrongAnswer unless the answer is a list of rows with four lists of whole numbers."""
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         what = "nothing" if rows is None else type(rows).__name__
+        what = "an empty list" if rows == [] else what
         raise WrongAnswer(f"return a list of rows, each a dict; yours: {what}.")
     for number, row in enumerate(rows):
         if missing := [name for name in FIELDS if name not in row]:
             raise WrongAnswer(f"row {number} has no {', '.join(missing)}.")
-        for name in FIELDS:
-            if len(row[name]) != _LENGTH:
-                raise WrongAnswer(
-                    f"row {number}: {name} has {len(row[name])} numbers, but a row has {_LENGTH} "
-                    "positions. Fill it up, and begin a new row before it is too long."
-                )
-    return [{name: [int(number) for number in row[name]] for name in FIELDS} for row in rows]
+    return [
+        {name: _numbers(row[name], f"row {number}: {name}", length) for name in FIELDS}
+        for number, row in enumerate(rows)
+    ]
+
+
+def _numbers(given: Any, where: str, length: int) -> list[int]:
+    """One field of a row as a list of int."""
+    if isinstance(given, str) or not hasattr(given, "__len__"):
+        what = "None" if given is None else type(given).__name__
+        raise WrongAnswer(f"{where} must be a list of {length} whole numbers; yours: {what}.")
+    if len(given) != length:
+        raise WrongAnswer(
+            f"{where} has {len(given)} numbers, but a row has {length} positions. Fill it up, and "
+            "begin a new row before it is too long."
+        )
+    for number in given:
+        if as_whole(number) is None:
+            raise WrongAnswer(f"{where} must hold whole numbers (int); one of yours is {number!r}.")
+    return [index(number) for number in given]
 
 
 def _places(rows: list[Row], documents: list[list[int]]) -> list[tuple[int, int]]:
     """The (row, first position) of each document, which must lie there whole."""
-    where = {t: (r, p) for r, row in enumerate(rows) for p, t in enumerate(row["tokens"]) if t}
-    if len(where) < sum(1 for row in rows for token in row["tokens"] if token):
-        raise WrongAnswer("some tokens stand in the rows twice: each document belongs in one row.")
+    stand = [(t, (r, p)) for r, row in enumerate(rows) for p, t in enumerate(row["tokens"]) if t]
+    where = dict(stand[::-1])  # the first place of each token
     places = []
     for number, tokens in enumerate(documents):
         told = f"document {number} ({len(tokens)} token{'s' if len(tokens) > 1 else ''}) "
@@ -100,13 +138,24 @@ def _places(rows: list[Row], documents: list[list[int]]) -> list[tuple[int, int]
                 "row, begin a new row for it."
             )
         places.append((row, first))
+    for row, at in _fillers(rows, documents, places):
+        if (token := rows[row]["tokens"][at]) and [t for t, _ in stand].count(token) > 1:
+            raise WrongAnswer(
+                f"row {row}, position {at}: the token {token} stands in the rows twice. Each "
+                "document belongs in one row, and the rest of a row is filled with tokens 0."
+            )
+        if token:
+            raise WrongAnswer(
+                f"row {row}, position {at} is filler, but has the token {token}. Fill up with "
+                "tokens 0."
+            )
     return places
 
 
-def _check_rows(rows: list[Row], documents: list[list[int]]) -> None:
+def _check_rows(rows: list[Row], documents: list[list[int]], length: int) -> None:
     if empty := [number for number, row in enumerate(rows) if not any(row["tokens"])]:
         raise WrongAnswer(f"row {empty[0]} holds no document. Begin a row only for a document.")
-    most = len(pack(documents, _LENGTH))
+    most = len(pack(documents, length))
     if len(rows) == len(documents):
         raise WrongAnswer(
             f"each document has a row of its own: {len(rows)} rows, mostly filler. Put the next "
@@ -116,6 +165,15 @@ def _check_rows(rows: list[Row], documents: list[list[int]]) -> None:
         raise WrongAnswer(
             f"{len(rows)} rows; {most} are enough. A document that fills a row exactly fits."
         )
+
+
+def _check_order(places: list[tuple[int, int]]) -> None:
+    for number, (before, after) in enumerate(pairwise(places)):
+        if after < before:
+            raise WrongAnswer(
+                f"document {number + 1} lies before document {number}. Take the documents in "
+                "order: look only at the last row, and begin a new one when it has no room."
+            )
 
 
 def _check_labels(labels: list[int], tokens: list[int], first: int, row: list[int]) -> None:
@@ -156,7 +214,7 @@ def _fillers(rows: list[Row], documents, places) -> list[tuple[int, int]]:
         (row, first + at) for tokens, (row, first) in zip(documents, places)
         for at in range(len(tokens))
     }  # fmt: skip
-    everywhere = [(row, at) for row in range(len(rows)) for at in range(_LENGTH)]
+    everywhere = [(row, at) for row, it in enumerate(rows) for at in range(len(it["tokens"]))]
     return [place for place in everywhere if place not in taken]
 
 
@@ -166,6 +224,12 @@ def _check_fillers(rows: list[Row], documents, places) -> None:
             raise WrongAnswer(
                 f"row {row}, position {at} is filler, but has the label {rows[row]['labels'][at]}. "
                 "The loss must not train on filler: its label is -100."
+            )
+        position, length = rows[row]["positions"][at], len(rows[row]["positions"])
+        if not 0 <= position < length:
+            raise WrongAnswer(
+                f"row {row}, position {at} is filler, but has the position {position}. The model "
+                f"looks up filler too, so give it one from 0 to {length - 1}, for example 0."
             )
 
 
@@ -214,7 +278,11 @@ def _leak(row: Row, number: int, other: int, start: int, most: float) -> str:
     numbers = row["documents"]
     if len(set(numbers)) == 1:
         return told + "All tokens of the row have the same number in `documents`."
-    if start + 1 < _LENGTH and row["positions"][start + 1] and numbers[start] != numbers[start + 1]:
+    if (
+        start + 1 < len(numbers)
+        and row["positions"][start + 1]
+        and numbers[start] != numbers[start + 1]
+    ):
         return told + "Their numbers in `documents` change at another place than the tokens do."
     return told + (
         f"Both have the number {numbers[start]} in `documents`. A number may not come again in a "

@@ -4,21 +4,21 @@ from collections import Counter
 from collections.abc import Callable
 
 from .exercise import Exercise, WrongAnswer, on_ranks
-from .packing import grade_packing
+from .packing import as_whole, grade_packing, must_be_a_function
 
 
 class Windows:
     """What an answer may ask of a data set: how many windows it has, and its seed."""
 
     def __init__(self, count: int, seed: int) -> None:
-        self.count, self.seed = count, seed
+        self._count, self.seed = count, seed
 
     def __len__(self) -> int:
-        return self.count
+        return self._count
 
 
 _BATCH = 8
-_CASES = (Windows(37, 3), Windows(24, 4))  # 8 does not divide 37: a step may lie in two epochs
+_CASES = ((37, 3), (24, 4))  # windows, seed; 8 does not divide 37: a step may lie in two epochs
 _EPOCHS = 3
 
 Place = tuple[int, int]  # (step, index)
@@ -26,34 +26,37 @@ Place = tuple[int, int]  # (step, index)
 
 def grade_locate(answer: Callable[[Windows, int, int, int], tuple[int, int]]) -> None:
     """Ask for every sample of three epochs: pure, complete, disjoint, another order each epoch."""
-    if not callable(answer):
-        raise WrongAnswer("give the function itself: write its name without calling it.")
-    for windows in _CASES:
-        places = [divmod(n, _BATCH) for n in range(_EPOCHS * windows.count)]
+    must_be_a_function(answer)
+    cases = [Windows(*case) for case in _CASES]  # new ones: an answer may change what it is given
+    for windows in cases:
+        places = [divmod(n, _BATCH) for n in range(_EPOCHS * len(windows))]
         found = {place: _asked(answer, windows, *place) for place in places}
         _check_purity(answer, windows, found)
         _check_epochs(windows, found)
         _check_orders(windows, found)
     _check_seed(answer)
-    _check_batch(answer, *_CASES)
-    _check_processes(answer, _CASES[0])
+    _check_batch(answer, *cases)
+    _check_processes(answer, cases[0])
 
 
-def _asked(answer: Callable, windows: Windows, step: int, index: int) -> tuple[int, int]:
+def _asked(
+    answer: Callable, windows: Windows, step: int, index: int, batch: int = _BATCH
+) -> tuple[int, int]:
     """One answer in its right form: (epoch, window), both int."""
-    given = answer(windows, step, index, _BATCH)
+    given = answer(windows, step, index, batch)
     if not isinstance(given, tuple) or len(given) != 2:
         raise WrongAnswer(f"return two numbers, (epoch, window); yours: {given!r}.")
-    if any(not isinstance(number, int) or isinstance(number, bool) for number in given):
+    epoch, window = map(as_whole, given)
+    if epoch is None or window is None:
         kinds = " and ".join(type(number).__name__ for number in given)
         raise WrongAnswer(f"epoch and window must be whole numbers (int); yours: {kinds}.")
-    if not 0 <= given[1] < windows.count:
+    if not 0 <= window < len(windows):
         raise WrongAnswer(
-            f"{_where((step, index))}you return window {given[1]}; there are only windows 0 to "
-            f"{windows.count - 1}. Positions start again in each epoch: divide by len(dataset) "
+            f"{_where((step, index), batch)}you return window {window}; there are only windows 0 "
+            f"to {len(windows) - 1}. Positions start again in each epoch: divide by len(dataset) "
             "and keep the remainder."
         )
-    return given
+    return epoch, window
 
 
 def _check_purity(answer: Callable, windows: Windows, found: dict) -> None:
@@ -77,7 +80,12 @@ def _check_purity(answer: Callable, windows: Windows, found: dict) -> None:
 
 def _check_epochs(windows: Windows, found: dict) -> None:
     """Every window once in an epoch, and the epoch's number right."""
-    count, places = windows.count, list(found)
+    count, places = len(windows), list(found)
+    if _exchanged(windows, found):
+        raise WrongAnswer(
+            f"{_where((1, 0))}you return what belongs to step 0, sample 1: step and index are "
+            "exchanged. Before this step there were step · global_batch samples."
+        )
     for place in places[:count]:  # the first epoch
         same = [other for other in places[:count] if found[other][1] == found[place][1]]
         if len(same) > 1:
@@ -100,6 +108,14 @@ def _check_epochs(windows: Windows, found: dict) -> None:
             )
 
 
+def _exchanged(windows: Windows, found: dict) -> bool:
+    """Whether the answer is a right one of index · global_batch + step."""
+    numbers = {place: place[1] * _BATCH + place[0] for place in found}
+    if any(found[place][0] != number // len(windows) for place, number in numbers.items()):
+        return False
+    return len({*found.values()}) == len({*numbers.values()})
+
+
 def _overlap(windows: Windows, found: dict, same: list[Place]) -> str:
     """Two samples of the first epoch are one window: say how that comes about."""
     (step, index), (other_step, other_index) = same[:2]
@@ -110,7 +126,7 @@ def _overlap(windows: Windows, found: dict, same: list[Place]) -> str:
     first_step = {found[0, i][1] for i in range(_BATCH)}
     if len(first_step) == 1:
         return told + "Ranks overlap: the index in the global batch makes no difference."
-    places = list(found)[: windows.count]
+    places = list(found)[: len(windows)]
     if all(found[place] == found[0, place[1]] for place in places):
         return told + "Every step is the same: the step makes no difference."
     by_sum: dict[int, set] = {}
@@ -123,9 +139,9 @@ def _overlap(windows: Windows, found: dict, same: list[Place]) -> str:
         )
     if all(found[place][0] == place[0] for place in places):
         return told + "You take the step for the epoch: each step begins a new permutation."
-    if all(found[place][0] == place[0] // (windows.count // _BATCH) for place in places):
+    if all(found[place][0] == place[0] // (len(windows) // _BATCH) for place in places):
         return told + _REMAINDER
-    steps = range(windows.count // _BATCH)
+    steps = range(len(windows) // _BATCH)
     if all(len({found[step, i][1] for i in range(_BATCH)}) == _BATCH for step in steps):
         return told + (
             "The permutation changes within the epoch. It may depend on the seed and the epoch, "
@@ -145,9 +161,9 @@ _REMAINDER = (
 
 def _about_epoch(windows: Windows, place: Place, given: int) -> str:
     step = place[0]
-    if given == step // (windows.count // _BATCH):
+    if given == step // (len(windows) // _BATCH):
         return " " + _REMAINDER
-    if given == step * _BATCH // windows.count:
+    if given == step * _BATCH // len(windows):
         return " You decide by the first sample of the step: count the index too."
     return ""
 
@@ -155,7 +171,7 @@ def _about_epoch(windows: Windows, place: Place, given: int) -> str:
 def _check_orders(windows: Windows, found: dict) -> None:
     """The epochs' orders differ from each other and from the text's."""
     in_order = [window for _, window in found.values()]
-    count = windows.count
+    count = len(windows)
     orders = [in_order[epoch * count : (epoch + 1) * count] for epoch in range(_EPOCHS)]
     if orders[0] == list(range(count)) == orders[1]:
         raise WrongAnswer(
@@ -187,8 +203,8 @@ def _check_seed(answer: Callable) -> None:
 def _check_batch(answer: Callable, *cases: Windows) -> None:
     """The n-th sample is the same one whatever the size of the global batch."""
     for windows in cases:
-        for n in range(windows.count):
-            by_batch = {size: answer(windows, *divmod(n, size), size) for size in (2, 4, 8)}
+        for n in range(len(windows)):
+            by_batch = {size: _asked(answer, windows, *divmod(n, size), size) for size in (2, 4, 8)}
             if len(set(by_batch.values())) > 1:
                 raise WrongAnswer(
                     f"{n} samples come before it, but with global batches of 2, 4 and 8 you "
@@ -202,17 +218,17 @@ def _check_processes(answer: Callable, windows: Windows) -> None:
     here = [_asked(answer, windows, *divmod(n, _BATCH)) for n in range(24)]
 
     def on_a_rank():
-        return [answer(windows, *divmod(n, _BATCH), _BATCH) for n in range(24)]
+        return [_asked(answer, windows, *divmod(n, _BATCH)) for n in range(24)]
 
-    if any(list(map(tuple, there)) != here for there in on_ranks(on_a_rank, 2).values):
+    if any(there != here for there in on_ranks(on_a_rank, 2).values):
         raise WrongAnswer(
             "another process returns other windows for the same step, index and seed. hash() of "
             "a text, id() and process numbers differ between processes. Compute with numbers."
         )
 
 
-def _where(place: Place) -> str:
-    return f"step {place[0]}, sample {place[1]} of {_BATCH}: "
+def _where(place: Place, batch: int = _BATCH) -> str:
+    return f"step {place[0]}, sample {place[1]} of {batch}: "
 
 
 EXERCISES = (
