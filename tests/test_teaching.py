@@ -190,8 +190,11 @@ def test_function_that_is_not_written_or_crashes_is_no_prediction(capsys):
     said = capsys.readouterr().out
     assert "31.6" not in said, "the stored output must not give the hidden sizes away"
     assert "return 1 / 0" in said
-    with pytest.raises(TypeError, match="needs at="):
-        predict("topic/f", stub)
+
+
+def test_function_in_place_of_a_value_is_no_prediction(capsys):
+    assert not predict("topic/f", lambda: 3).made
+    assert "a value is asked for: call it" in capsys.readouterr().out
 
 
 def _takes_two(a, b):

@@ -61,11 +61,10 @@ def predict(name: str, guess: Any = None, *, at: Sequence | None = None, unit: s
         guess: a number, a word, a list of them, or a function. `...` or None: no prediction yet.
         at: for a function, the arguments at which it is asked: `[(2, 100), (8, 100)]` or `[2, 8]`.
         unit: printed behind each number.
-    Raises: TypeError for a function without `at`, which is a fault of the chapter.
     """
-    if callable(guess):
-        if at is None:
-            raise TypeError(f"predict({name!r}, a function) needs at=[sizes to ask it at]")
+    if callable(guess) and at is None:
+        problem = f"You predicted a function, but a value is asked for: call it, then {AGAIN}."
+    elif callable(guess):
         guess, problem = ask_learner(guess, at)
     else:
         problem = _missing(guess, at, unit)
