@@ -12,6 +12,7 @@ from course_lib.data import (
     DataConfig,
     Deduplicator,
     Prepared,
+    Source,
     TokenShards,
     clean,
     load_tokenizer,
@@ -84,8 +85,12 @@ def documents(shards: TokenShards, tokenizer) -> list[str]:
 
 def all_texts(prepared: Prepared) -> list[list[str]]:
     """The training and the held-out texts of a preparation of one corpus."""
+    return sides(prepared, prepared.sources[0])
+
+
+def sides(prepared: Prepared, source: Source) -> list[list[str]]:
+    """The training and the held-out texts of one source."""
     tokenizer = load_tokenizer(prepared.tokenizer)
-    source = prepared.sources[0]
     folders = [source.train] + [source.held_out] * (source.held_out is not None)
     return [documents(TokenShards(folder), tokenizer) for folder in folders]
 
@@ -201,7 +206,8 @@ def count(function):
 
 pipeline.CHUNK = 4_000
 for owner, name in ((Path, "replace"), (Path, "rename"), (Path, "hardlink_to"), (Path, "open"),
-                    (pipeline.Deduplicator, "note"), (pipeline.shutil, "rmtree")):
+                    (pipeline.Deduplicator, "note"), (pipeline.shutil, "rmtree"),
+                    (pipeline.np, "savez")):  # by then the file is open
     setattr(owner, name, count(getattr(owner, name)))
 config = configure(Path(sys.argv[1]), clean=True, deduplicate="near")
 while True:  # each attempt gets one step further than the last
@@ -210,9 +216,11 @@ while True:  # each attempt gets one step further than the last
     if not child:
         preparation.prepare(config, 300)
         os._exit(0)
-    if os.waitpid(child, 0)[1] == 0:
+    status = os.waitpid(child, 0)[1]
+    if status == 0:
         print(last)
         break
+    assert os.WIFSIGNALED(status), f"attempt {last} failed by itself"
     last += int(sys.argv[3])
 """
 

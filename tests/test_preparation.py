@@ -29,7 +29,7 @@ from course_lib.data import (
 )
 from course_lib.data import corpora as corpora_module
 from course_lib.data import tokenizer as tokenizer_module
-from course_lib.data.pipeline import Split, drawn
+from course_lib.data.pipeline import drawn, splits
 from tests import checks_data as checks
 from tests import checks_text
 from tests.bench import preprocess
@@ -149,7 +149,7 @@ def split_of(texts: list[str], share: float, seed: int) -> list[tuple[str, bool]
     """The parts of all texts, each with whether it is held out."""
     draws = [drawn(text, seed) for text in texts]
     out = sum(len(text) for text, draw in zip(texts, draws) if draw < share * 2**64)
-    split = Split(share, (sum(map(len, texts)) - out, out))
+    (split,) = splits(share, [(sum(map(len, texts)) - out, out)])
     return [part for text, draw in zip(texts, draws) for part in split.parts(text, draw)]
 
 
@@ -183,6 +183,10 @@ def test_about_the_wanted_share_is_held_out_of_a_single_text(text, share):
     assert (head + tail, out, last) == (text, False, True)
     assert share / 2 <= len(tail) / len(text) <= 2 * share
     assert (1 - share) / 2 <= len(head) / len(text)
+
+
+def test_a_text_of_one_character_is_on_one_side_only():
+    assert split_of(["x"], 0.2, 0) == [("x", True)]
 
 
 def test_of_two_short_lines_something_is_trained_on(tmp_path):
@@ -467,7 +471,10 @@ def test_several_sources_share_a_tokenizer_and_their_duplicates(tmp_path):
     assert prepare(other, 300).fingerprint != prepared.fingerprint
 
 
-def test_the_tokenizer_learns_from_a_bounded_sample_of_large_corpora(messy, monkeypatch):
+@pytest.mark.parametrize("lessons", [2_000, 5_000])
+def test_the_tokenizer_learns_from_a_bounded_sample(tmp_path, monkeypatch, lessons):
+    """Also where the sample is a smaller share of the text than what is held out: 0.1 and 0.2."""
+    messy = checks_text.messy_corpus(tmp_path / "texts", documents=200)
     learned = []
     train = pipeline.tokenizer.train_tokenizer
 
@@ -476,11 +483,83 @@ def test_the_tokenizer_learns_from_a_bounded_sample_of_large_corpora(messy, monk
         return train(texts, vocab)
 
     monkeypatch.setattr(pipeline.tokenizer, "train_tokenizer", spy)
-    monkeypatch.setattr(pipeline, "LESSONS", 5_000)
+    monkeypatch.setattr(pipeline, "LESSONS", lessons)
     prepare(configure(messy), 300)
-    assert 2_000 < learned[0] < 10_000
+    assert lessons / 2 < learned[0] < 2 * lessons
     prepare(configure(messy), 300)
     assert len(learned) == 1
+
+
+def test_no_text_is_held_out_of_one_source_and_trained_on_in_another(tmp_path):
+    """One source has many documents, the other only copies of a few of them."""
+    texts = ["".join(f"{word}\n" for word in checks_text.words(50, seed)) for seed in range(60)]
+    for name, own in (("many", texts), ("few", texts[:3])):
+        (tmp_path / name).mkdir()
+        for i, text in enumerate(own):
+            (tmp_path / name / f"{i}.txt").write_text(text)
+    weights = {str(tmp_path / name): 1.0 for name in ("many", "few")}
+    prepared = prepare(
+        DataConfig(mixture=weights, cache=str(tmp_path / "cache"), held_out=0.2), 300
+    )
+    many, few = (checks_text.sides(prepared, source) for source in prepared.sources)
+    assert set(few[0]) <= set(many[0])
+    assert set(few[1]) <= set(many[1])
+    assert all((*many, *few))
+
+
+# What is left of an interrupted run
+
+
+def leave_work(config, monkeypatch, step="learn") -> Path:
+    """The folder for work of a preparation that was interrupted before a step."""
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, step, lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare(config, 300)
+    (work,) = Path(config.cache, "prepared").glob("*.work")
+    return work
+
+
+@pytest.mark.parametrize("how", ["cut off", "zeroed", "empty"])
+@pytest.mark.parametrize("pattern", ["*.chunk", "duplicates.sqlite", "chunks.json"])
+def test_damaged_work_is_deleted_with_plain_words(messy, monkeypatch, pattern, how):
+    config = configure(messy, deduplicate="near")
+    work = leave_work(config, monkeypatch)
+    (path,) = work.glob(pattern)
+    data = path.read_bytes()
+    damaged = {"cut off": data[: len(data) // 2], "zeroed": bytes(len(data)), "empty": b""}[how]
+    path.write_bytes(damaged)
+    if not (path.suffix == ".sqlite" and how == "empty"):  # the same as none
+        with pytest.raises(DataError, match=rf"{work}.* was damaged: .* run it again"):
+            prepare(config, 300)
+        assert not work.exists()
+    assert prepare(config, 300).counts["kept"] == 48
+
+
+@pytest.mark.parametrize("name", ["result", ".part"])
+def test_work_is_kept_when_its_result_cannot_be_put_in_place(messy, monkeypatch, name):
+    config, rename = configure(messy), Path.rename
+
+    def full(path, target):
+        if name in path.name:
+            raise OSError(28, "No space left on device", str(path))
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", full)
+        with pytest.raises(DataError, match="No space left on device"):
+            prepare(config, 300)
+    monkeypatch.setattr(pipeline, "_tidy", None)  # all of that is there
+    assert prepare(config, 300).counts["kept"] == 54
+
+
+def test_damaged_counts_are_named(texts):
+    prepared = prepare(configure(texts), 300)
+    (prepared.directory / "counts.json").write_text("{")
+    with pytest.raises(
+        DataError, match=rf"counts\.json is damaged: .* Delete {prepared.directory}"
+    ):
+        prepare(configure(texts), 300)
 
 
 def test_memory_stays_bounded(tmp_path):

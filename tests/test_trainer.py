@@ -351,7 +351,11 @@ def test_an_error_after_the_last_step_loses_no_training(folder):
 def test_a_second_run_in_the_same_directory_is_refused(folder):
     process, directory = start(folder, "twice", "--training.steps=100000")
     wait_for_step(process, directory, 2)
+    log, settings = directory / "metrics.jsonl", (directory / "config.toml").read_text()
+    number = log.stat().st_ino
     [(kind, text)], _ = train(folder, "twice", 1)
+    assert (directory / "config.toml").read_text() == settings
+    assert log.stat().st_ino == number  # else the first run would write to a deleted file
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert kind == "RunInUse"

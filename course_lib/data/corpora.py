@@ -15,6 +15,7 @@ import hashlib
 import json
 import os.path
 import re
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -134,7 +135,7 @@ def plain_errors(cache: Path) -> Iterator[None]:
     """Turn an error of the operating system into a DataError of one line."""
     try:
         yield
-    except OSError as problem:
+    except (OSError, sqlite3.OperationalError) as problem:  # also a full disk, as sqlite says it
         raise DataError(f"cannot read the text or use the cache {cache}: {problem}") from None
 
 
@@ -325,7 +326,9 @@ def _sorted_files(folder: Path, suffixes: tuple[str, ...] | None = None) -> list
 
 
 def _content(paths: list[Path]) -> str:
-    return hashlib.sha256(" ".join(map(_sha256, paths)).encode()).hexdigest()
+    """A hash of what is in files and of how it is read, whatever their names."""
+    found = [(path.suffix.lower() == ".jsonl", _sha256(path)) for path in paths]
+    return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

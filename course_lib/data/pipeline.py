@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import shutil
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -71,8 +72,11 @@ class Work:
 
     def load(self, name: str, *fields: str) -> "Chunk":
         """A chunk, of which only some fields are read; the others are None."""
-        with np.load(self.chunk(name)) as arrays:
-            return Chunk(**{f: arrays[f] if f in fields else None for f in Chunk._fields})
+        try:
+            with np.load(self.chunk(name)) as arrays:
+                return Chunk(**{f: arrays[f] if f in fields else None for f in Chunk._fields})
+        except ValueError as problem:  # as numpy says of anything that does not start like a zip
+            raise zipfile.BadZipFile(f"{self.chunk(name)}: {problem}") from None
 
     def part(self, name: str, side: str = "") -> Path:
         """The folder of the token shards of a chunk, of both sides or of one."""
@@ -152,8 +156,8 @@ def verdicts(work: Work, names: list[str]) -> Iterator[np.ndarray]:
             yield np.frombuffer(index.noted(name), np.uint8)
 
 
-def count(work: Work, corpus: Corpus, names: list[str]) -> tuple[Counter, "Split"]:
-    """What became of a corpus's documents, and which text is held out."""
+def count(work: Work, corpus: Corpus, names: list[str]) -> tuple[Counter, tuple[int, int]]:
+    """What became of a corpus's documents, and bytes on either side if each is drawn whole."""
     counts, sizes = Counter(), [0, 0]
     for name, kinds in zip(names, verdicts(work, names)):
         some = work.load(name, "read", "ends", "draws")
@@ -169,7 +173,7 @@ def count(work: Work, corpus: Corpus, names: list[str]) -> tuple[Counter, "Split
         left = " but repetitions" if counts["exact"] + counts["near"] else ""
         raise DataError(f"the corpus is empty: {corpus.name} holds no text{left}")
     counts["bytes_kept"] = sum(sizes)
-    return counts, Split(work.config.held_out, sizes)
+    return counts, tuple(sizes)
 
 
 def learn(work: Work, sources: list[tuple[list[str], "Split"]]) -> None:
@@ -195,20 +199,12 @@ def encode(work: Work, sources: list[tuple[list[str], "Split"]]) -> None:
 # ---------------------------------------------------------------- what is held out, and learned
 
 
-class Split:
-    """Which text is held out.
+class Split(NamedTuple):
+    """Which text of a source is held out."""
 
-    share: of the text that is wanted.
-    sizes: bytes on either side if documents are drawn whole, as they are, if they can be. Where
-        that would hold out less than half or more than twice the share, since there are few or
-        very unequal documents, the end of each one is held out, from a line's start if one is
-        near enough to give 1 to 1.5 times the share.
-    """
-
-    def __init__(self, share: float, sizes: tuple[int, int]) -> None:
-        self.share = share
-        self.whole = share / 2 <= sizes[1] / sum(sizes) <= min(2 * share, 0.9)
-        self.train_bytes = sizes[0] if self.whole else sum(sizes) * (1 - share)  # the latter about
+    share: float  # of the text that is wanted
+    whole: bool  # documents are drawn whole, else the end of each is held out: see `splits`
+    train_bytes: float  # in the latter case about
 
     def parts(self, text: str, draw: int) -> list[tuple[str, bool]]:
         """The text of a document, in one or two parts, each with whether it is held out."""
@@ -217,7 +213,20 @@ class Split:
         wanted = int(len(text) * (1 - self.share))
         near = int(len(text) * min(self.share, 1 - self.share) / 2)
         cut = text.rfind("\n", wanted - near, wanted) + 1 or wanted
-        return [(text[:cut], False), (text[cut:], True)]
+        return [(part, out) for part, out in ((text[:cut], False), (text[cut:], True)) if part]
+
+
+def splits(share: float, sizes: list[tuple[int, int]]) -> list[Split]:
+    """What is held out of each source.
+
+    sizes: bytes on either side, of each source, if documents are drawn whole, as they are, if they
+        can be. Where that would hold out less than half or more than twice the share of a source,
+        since it has few or very unequal documents, the end of each document is held out, from a
+        line's start if one is near enough to give 1 to 1.5 times the share. All sources are
+        treated alike, so that a text that two of them have is on the same side in both.
+    """
+    whole = all(share / 2 <= out / (train + out) <= min(2 * share, 0.9) for train, out in sizes)
+    return [Split(share, whole, a if whole else (a + b) * (1 - share)) for a, b in sizes]
 
 
 def drawn(text: str, seed: int) -> int:
@@ -237,7 +246,9 @@ def _lessons(work: Work, sources: list[tuple[list[str], Split]]) -> Iterator[str
         for name, kinds in zip(_shown(names, "tokenizer", unit=" chunks"), verdicts(work, names)):
             for text, out in _kept(work, name, kinds, split):
                 for piece in [] if out else tokenizer.pieces_of(text, tokenizer.LESSON):
-                    if share >= 1 or drawn(piece, work.config.seed) < _limit(share):
+                    # Not the hash that decides what is held out: all of these are above its limit.
+                    draw = drawn(f"lesson {piece}", work.config.seed)
+                    if share >= 1 or draw < _limit(share):
                         yield piece
 
 
@@ -306,8 +317,10 @@ def _encode(work: Work, task: tuple[str, np.ndarray, Split]) -> None:
             writers[out].add(spoken.encode_document(text, at_once), len(text.encode()))
     try:
         temporary.rename(work.part(name))
-    except OSError:  # a process that outlived its run was first, with the same
-        shutil.rmtree(temporary)
+    except OSError:
+        if not work.part(name).is_dir():
+            raise
+        shutil.rmtree(temporary)  # a process that outlived its run was first, with the same
 
 
 def _index(work: Work) -> Deduplicator:

@@ -3,13 +3,16 @@
 The result is kept under a key made of the corpora's content and the settings. It is made in a
 folder for work, which outlives interruptions, and one rename puts it in place: it is complete or
 absent. Documents that are held out for evaluation are drawn by their content, so equal texts fall
-on the same side, and the tokenizer learns from training text only. The steps are in `pipeline`.
+on the same side, in all sources, and the tokenizer learns from training text only. The steps are
+in `pipeline`.
 """
 
 import contextlib
 import json
 import os.path
 import shutil
+import sqlite3
+import zipfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,6 +61,15 @@ COUNTS = {
     "tokens": "of training and held-out text, with those that open documents",
 }
 
+# What a damaged file in the folder for work raises when it is read.
+_DAMAGE = (
+    json.JSONDecodeError,
+    UnicodeDecodeError,
+    zipfile.BadZipFile,
+    EOFError,
+    sqlite3.DatabaseError,
+)
+
 
 def prepare(config: DataConfig, vocab: int, fallback: str | None = None) -> Prepared:
     """Tokenize corpora into training and held-out shards, or find them in the cache.
@@ -99,11 +111,12 @@ def _build(
     work = pipeline.Work(folder, config, vocab)
     chunks = pipeline.read_chunks(work, found)
     pipeline.find_duplicates(work, [name for names in chunks for name in names])
-    totals, sources = Counter(dict.fromkeys(COUNTS, 0)), []
+    totals, sizes = Counter(dict.fromkeys(COUNTS, 0)), []
     for corpus, names in zip(found, chunks):
-        counts, split = pipeline.count(work, corpus, names)
+        counts, size = pipeline.count(work, corpus, names)
         totals.update(counts)
-        sources.append((names, split))
+        sizes.append(size)
+    sources = list(zip(chunks, pipeline.splits(config.held_out, sizes)))
     if given:
         given.save(folder / "tokenizer.json")
     pipeline.learn(work, sources)
@@ -140,7 +153,10 @@ def _describe(
             made_of.append(shards.sha256)
     made_of += [weights[place] for place in weights if len(weights) > 1]
     made_of += [ORDER, sha256, vocab, config.sequence_length, config.packing, config.seed]
-    counts = json.loads((directory / "counts.json").read_bytes())
+    try:
+        counts = dict(json.loads((directory / "counts.json").read_bytes()))
+    except (TypeError, ValueError) as problem:
+        raise DataError(f"counts.json is damaged: {problem}. Delete {directory}.") from None
     return Prepared(tuple(sources), directory, tokenizer, vocab, digest(made_of), counts)
 
 
@@ -164,6 +180,17 @@ def _fill_once(directory: Path, work: Path, fill: Callable[[Path], Path]) -> Non
             except DataError:  # what was read is not what it will be
                 shutil.rmtree(work, ignore_errors=True)
                 raise
-            with contextlib.suppress(OSError):  # without a lock, another may have been first
+            except sqlite3.OperationalError:  # such as a full disk
+                raise
+            except _DAMAGE as problem:
+                shutil.rmtree(work, ignore_errors=True)
+                raise DataError(
+                    f"{work}, left by an interrupted run, was damaged: {problem}. It is deleted "
+                    "now; run it again."
+                ) from None
+            try:
                 result.rename(directory)
+            except OSError:
+                if not directory.is_dir():  # without a lock, another may have been first
+                    raise
         shutil.rmtree(work, ignore_errors=True)

@@ -25,7 +25,7 @@ import numpy as np
 
 from course_lib.data import DataError
 
-FORMAT = 4  # counts up whenever the same text and settings give other files
+FORMAT = 5  # counts up whenever the same text and settings give other files
 BLOCK_BYTES = 1 << 20
 _POSITION = np.dtype("<i8")
 
@@ -156,8 +156,16 @@ def join_shards(parts: Sequence[str | Path], directory: str | Path) -> None:
     """Make one folder of token shards, `directory`, of those in several folders, in their order.
 
     The files are not copied where links to them can be made, and not read again: what is known
-    of them is in the indexes of the parts, which fit each other: same vocabulary and tokenizer.
+    of them is in the indexes of the parts. Raises ValueError without parts, and for parts of
+    unlike vocabularies or tokenizers.
     """
+    made_with = {
+        (index["vocab"], index["tokenizer_sha256"])
+        for index in (_read_index(Path(part) / "index.json") for part in parts)
+    }
+    if len(made_with) != 1:
+        raise ValueError(f"{len(parts)} parts with {len(made_with)} vocabularies or tokenizers")
+    ((vocab, tokenizer_sha256),) = made_with
     directory = Path(directory)
     directory.mkdir(parents=True)
     entries, first, text_bytes = [], 0, 0
@@ -169,9 +177,9 @@ def join_shards(parts: Sequence[str | Path], directory: str | Path) -> None:
                 _link(part / entry["file"], directory / name)
                 entries.append(entry | {"file": name})
             starts.write(_map(part, index["starts"], _POSITION) + first)
-            first += sum(entry["bytes"] for entry in index["shards"]) // _width(index["vocab"])
+            first += sum(entry["bytes"] for entry in index["shards"]) // token_dtype(vocab).itemsize
             text_bytes += index["text_bytes"]
-    _write_index(directory, entries, index["vocab"], text_bytes, index["tokenizer_sha256"])
+    _write_index(directory, entries, vocab, text_bytes, tokenizer_sha256)
 
 
 def digest(value: object) -> str:
@@ -195,10 +203,6 @@ def _write_index(
     with (directory / "index.json.partial").open("wb") as file:
         file.write(json.dumps(index | {"sha256": digest(index)}, indent=1).encode())
     _finish(file)
-
-
-def _width(vocab: int) -> int:
-    return token_dtype(vocab).itemsize
 
 
 def _link(source: Path, target: Path) -> None:

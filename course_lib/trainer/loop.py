@@ -72,15 +72,14 @@ class Trainer:
         """
         if self.mesh.is_first:
             self.directory.mkdir(parents=True, exist_ok=True)
-            (self.directory / "config.toml").write_text(to_toml(self.config.sections()))
-        self._open_logs()
-        self._announce_mixture()
         with self._stop, _only_run_in(self.directory, self.mesh):
+            self._open_logs()
+            self._announce_mixture()
             if not self._finished:
                 self._train()
             if self._finished:
                 self._conclude()
-        self._close_logs()
+            self._close_logs()
         return 0 if self._finished else STOPPED
 
     @property
@@ -272,6 +271,7 @@ class Trainer:
         self._metrics = self._evaluations = None
         self._evaluated = None  # the last step that was evaluated, known to the first rank
         if first:
+            (self.directory / "config.toml").write_text(to_toml(self.config.sections()))
             self._metrics = metrics.JsonLines(self.directory / "metrics.jsonl", done)
             self._evaluations = metrics.JsonLines(self.directory / "evaluation.jsonl", done)
             self._evaluated = self._evaluations.last_step
