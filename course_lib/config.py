@@ -63,7 +63,7 @@ def build(
 def _build_section(name: str, kind: type, table: Any) -> tuple[Any, list[str]]:
     if not isinstance(table, Mapping):
         return None, [f"[{name}] is a section; write its keys below it"]
-    hints, faults = typing.get_type_hints(kind), []
+    hints, faults, misfits = typing.get_type_hints(kind), [], []
     presets = kind.presets() if hasattr(kind, "presets") else {}
     values = {}
     if "preset" in table and presets:
@@ -72,6 +72,7 @@ def _build_section(name: str, kind: type, table: Any) -> tuple[Any, list[str]]:
             values = {f.name: getattr(presets[preset], f.name) for f in fields(kind)}
         else:
             faults.append(f"{name}.preset {preset!r} is unknown{_nearest(str(preset), presets)}")
+            misfits = list(hints)
         table = {key: value for key, value in table.items() if key != "preset"}
     for key, value in table.items():
         if key not in hints:
@@ -81,13 +82,13 @@ def _build_section(name: str, kind: type, table: Any) -> tuple[Any, list[str]]:
         value, fault = _fit(value, hints[key])
         if fault:
             faults.append(f"{name}.{key} = {json.dumps(value, default=str)}: {fault}")
+            misfits.append(key)
         else:
             values[key] = value
-    if faults:
-        return None, faults
-    section = kind(**values)
+    section = kind(**values)  # where a value does not fit, its default, of which nothing is said
     found = section.faults() if hasattr(section, "faults") else []
-    return section, [f"[{name}] {fault}" for fault in found]
+    found = [fault for fault in found if not any(key in fault for key in misfits)]
+    return section, faults + [f"[{name}] {fault}" for fault in found]
 
 
 def type_faults(section: Any) -> list[str]:
@@ -143,6 +144,9 @@ def _apply(overrides: list[str], tables: dict, sections: Mapping[str, type]) -> 
     """Write `--section.key=value` into the tables; returns what could not be understood."""
     faults = []
     for text in overrides:
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            faults.append(f"argument {text!r} is not UTF-8")
+            continue
         path, separator, raw = text.removeprefix("--").partition("=")
         section, dot, key = path.partition(".")
         if not text.startswith("--") or not separator or not dot:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from course_lib.data import (
     open_datasets,
     prepare,
 )
+from tests.checks_text import documents
 
 
 def write_shards(folder: Path, documents: list[list[int]], vocab: int = 70_000, **options):
@@ -81,17 +81,6 @@ def check_split(folder: Path) -> None:
     assert held_out
     assert not set(train) & set(held_out), "a text is in training and held out"
     assert Counter(train + held_out) == Counter(originals.values())
-
-
-def documents(shards: TokenShards, tokenizer) -> list[str]:
-    """The texts in shards."""
-    bounds = [*shards.starts.tolist(), len(shards)]
-    texts = []
-    for start, stop in pairwise(bounds):
-        ids = shards.read(start, stop).tolist()
-        assert ids.pop(0) == tokenizer.end
-        texts.append(tokenizer.decode(ids))
-    return texts
 
 
 def _raises(kind: type[Exception], action: Callable[[], object]) -> str:

@@ -198,6 +198,27 @@ def test_all_faults_are_found_at_once(tmp_path):
     assert len(found) == 7
 
 
+def test_values_are_judged_beside_others_that_do_not_fit(tmp_path):
+    assert len(faults(tmp_path, '[toy]\ncount = 0\nkind = "x"\n')) == 2
+    assert "toy.count" in only_fault(tmp_path, '[toy]\ncount = "x"\n')
+    assert "preset" in only_fault(tmp_path, '[toy]\npreset = "x"\ncount = 0\n')
+    found = build_faults({"packing": "pack", "mixture": {"a": -1}})
+    assert [sum(part in fault for fault in found) for part in ("packing", "weight")] == [1, 1]
+
+
+def build_faults(data: dict) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        build({"data": data}, SECTIONS)
+    return caught.value.faults
+
+
+def test_an_argument_that_is_not_utf8_is_refused(tmp_path):
+    for argument in ("--toy.name=\udcff", "--toy\udcff.name=x"):
+        fault = only_fault(tmp_path, "", [argument])
+        assert fault.isascii()
+        assert fault.endswith("is not UTF-8")
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"missing.toml: 1 fault\(s\)\n- cannot be read"):
         load(tmp_path / "missing.toml", [], TOYS)

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import os
 import sys
 import zipfile
 from pathlib import Path
@@ -107,6 +108,60 @@ def test_a_corpus_is_identified_by_its_content(texts, tmp_path):
     assert load_corpus(str(moved)).sha256 != before
 
 
+def test_a_file_that_is_read_otherwise_is_another_corpus(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n')
+    before = load_corpus(tmp_path).sha256
+    path.rename(path.with_suffix(".txt"))
+    assert load_corpus(tmp_path).sha256 != before
+
+
+def test_files_may_have_any_names_but_the_corpus_is_named_in_utf8(tmp_path):
+    folder = tmp_path / os.fsdecode(b"m\xfcde")
+    folder.mkdir()
+    (folder / os.fsdecode(b"\xe9.txt")).write_text("some text")
+    with pytest.raises(DataError, match=r"udcfcde' is not UTF-8; rename the folder or make a link"):
+        load_corpus(folder)
+    (tmp_path / "link").symlink_to(folder)
+    (document,) = load_corpus(tmp_path / "link")
+    assert document == ("\\udce9.txt", "some text")
+    config = configure(tmp_path / "link", deduplicate="near")
+    assert prepare(config, 300).sources[0].name == "m\\udcfcde"
+
+
+def test_what_cannot_be_read_in_a_folder_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "lost.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"No such file .*lost\.txt"):
+        load_corpus(tmp_path)
+    (tmp_path / "lost.txt").unlink()
+    (tmp_path / "below").mkdir()
+    scan = os.scandir
+
+    def refuse(path):
+        if "below" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"Permission denied: .*below"):
+        load_corpus(tmp_path)
+
+
+def test_linked_files_are_read_and_pipes_are_not(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "one.txt").write_text("one")
+    (tmp_path / "a.txt").symlink_to(tmp_path / "b" / "one.txt")
+    (tmp_path / "c").symlink_to(tmp_path / "b")
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert [document.name for document in load_corpus(tmp_path)] == ["a.txt", "b/one.txt"]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_text("\ufeffone", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('\ufeff{"text": "two"}\n', encoding="utf-8")
+    assert [document.text for document in load_corpus(tmp_path)] == ["one", "two"]
+
+
 def test_an_unknown_corpus_is_refused_with_the_nearest_name():
     with pytest.raises(DataError, match="nearest: 'shakespeare'"):
         load_corpus("shakespear", fallback="python-docs")
@@ -154,6 +209,7 @@ def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
         (b'{"text": "\xe9"}', r"a\.jsonl, line 3 is not UTF-8 text: byte 0xe9 at offset 10"),
         (b'{"text": "\\ud800"}', r"a\.jsonl, line 3 holds half a character"),
         (b"[" * 100_000, r"a\.jsonl, line 3 is no JSON"),
+        (b'{"text": "x", "n": ' + b"9" * 5_000 + b"}", r"a\.jsonl, line 3 is no JSON: .*4300 dig"),
     ],
 )
 @pytest.mark.parametrize("processes", [1, 2])
@@ -232,7 +288,13 @@ def test_without_the_package_or_the_network_a_data_set_says_what_to_do(tmp_path,
     with pytest.raises(CorpusUnavailable, match=r"'fineweb-edu' needs .*: pip install datasets"):
         load_corpus("fineweb-edu:20")
     assert DataConfig("fineweb-edu:20").faults() == DataConfig("tinystories").faults() == []
-    for name in ("fineweb-edu:0", "fineweb-edu:many", "shakespeare:3", "tinystorys"):
+    for name in (
+        "fineweb-edu:0",
+        "fineweb-edu:" + "9" * 5_000,
+        "fineweb-edu:many",
+        "shakespeare:3",
+        "tinystorys",
+    ):
         assert "nearest: " in DataConfig(name).faults()[0]
 
 

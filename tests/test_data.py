@@ -14,8 +14,10 @@ from tokenizers import Tokenizer, models
 
 from course_lib.data import (
     DataError,
+    ShardWriter,
     TokenDataset,
     TokenShards,
+    join_shards,
     load_tokenizer,
     prepare,
     token_dtype,
@@ -185,10 +187,39 @@ def test_altered_document_bounds_are_refused(tmp_path):
         TokenShards(tmp_path)
 
 
+def test_tokens_that_are_not_there_are_refused(tmp_path):
+    tokens = checks.write_shards(tmp_path, checks.counting(100))
+    for start, stop in ((-2, 2), (5, 4), (90, 101)):
+        with pytest.raises(IndexError, match=f"tokens {start} to {stop} are not all in 0 to 100"):
+            tokens.read(start, stop)
+    for vocab in (0, -1, 1 << 40):
+        with pytest.raises(ValueError, match=f"vocab {vocab} must be 1 to"):
+            ShardWriter(tmp_path, vocab)
+    for length in (0, -1):
+        with pytest.raises(ValueError, match=f"windows of {length} tokens"):
+            TokenDataset(tokens, length)
+    for number in (1.5, "1", None):
+        with pytest.raises(TypeError, match="windows have whole numbers"):
+            TokenDataset(tokens, 8).window(number)
+
+
+def test_shards_are_joined_with_all_that_they_hold(tmp_path):
+    for name, vocab, ids in (("a", 300, [1, 2, 3]), ("b", 300, [4, 5]), ("c", 70_000, [6])):
+        checks.write_shards(tmp_path / name, [ids], vocab)
+    join_shards([tmp_path / "a", tmp_path / "b"], tmp_path / "both")
+    both = TokenShards(tmp_path / "both")
+    assert both.read(0, 5).tolist() == [1, 2, 3, 4, 5]
+    assert (both.text_bytes, both.starts.tolist()) == (5, [0, 3])
+    for parts, message in ((["a", "c"], "2 parts with 2 vocab"), ([], "0 parts with 0 vocab")):
+        with pytest.raises(ValueError, match=message):
+            join_shards([tmp_path / part for part in parts], tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 9}, "has format 9; this version reads 4"),
+        ({"format": 9}, "has format 9; this version reads 5"),
         ({"vocab": 500}, "was altered"),
         ({"text_bytes": 1}, "was altered"),
         ({"shards": []}, "was altered"),

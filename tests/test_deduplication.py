@@ -133,6 +133,35 @@ def test_an_index_is_gone_on_with_where_its_last_note_was_made(tmp_path):
     assert kinds == ["exact", "new", "new"]
 
 
+def test_an_index_keeps_its_threshold(tmp_path):
+    for threshold in (0.8, 0.8):
+        with Deduplicator(tmp_path / "index", threshold) as index:
+            index.look("a", "some text")
+    for threshold in (0.5, None):
+        with pytest.raises(ValueError, match=r"index was made with the threshold 0\.8"):
+            Deduplicator(tmp_path / "index", threshold)
+
+
+def test_what_is_no_index_is_named(tmp_path):
+    (tmp_path / "junk").write_text("no index " * 100)
+    with pytest.raises(sqlite3.DatabaseError, match="junk: file is not a database"):
+        Deduplicator(tmp_path / "junk")
+    with pytest.raises(sqlite3.OperationalError, match="nowhere/index: unable to open"):
+        Deduplicator(tmp_path / "nowhere" / "index")
+
+
+def test_of_several_near_texts_the_first_is_named_and_the_threshold_itself_counts(tmp_path):
+    base, end = checks.words(200, 1), checks.words(100, 2)
+    with Deduplicator(tmp_path / "several", 0.4) as index:
+        assert index.look("base", " ".join(base)).kind == "new"
+        assert index.look("other", " ".join(base[:100] + end)).kind == "new"
+        assert index.look("between", " ".join(base[:130] + end[30:]))[:2] == ("near", "base")
+    one, other = "a b c d e f g", "a b c d e f x"
+    assert jaccard(one, other) == 0.5
+    with Deduplicator(tmp_path / "equal", 0.5) as index:
+        assert [index.look(text, text).kind for text in (one, other)] == ["new", "near"]
+
+
 def test_a_band_that_many_texts_share_is_noted_for_a_few_only(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "CANDIDATES", 3)
     with Deduplicator(tmp_path / "index", threshold=0.99) as index:

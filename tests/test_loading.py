@@ -26,7 +26,6 @@ from course_lib.data import (
     TokenDataset,
     disk,
     fetch_ahead,
-    prefetch,
 )
 from tests import checks_batches as checks
 from tests.checks_data import counting, write_shards
@@ -125,37 +124,24 @@ def test_an_unknown_kind_of_worker_is_refused():
         next(fetch_ahead(failing, range(3), kind="fiber"))
 
 
-def test_prefetch_keeps_the_order_and_works_ahead():
-    made = []
-
-    def items():
-        for i in range(50):
-            made.append(i)
-            yield i
-
-    ahead = prefetch(items(), depth=3)
-    assert next(ahead) == 0
-    deadline = time.monotonic() + 5
-    while len(made) < 4 and time.monotonic() < deadline:
-        time.sleep(0.005)
-    time.sleep(0.02)
-    assert len(made) == 4  # the one taken and three ready
-    assert list(ahead) == list(range(1, 50))
+def test_fewer_than_no_workers_are_refused():
+    with pytest.raises(ValueError, match="-1 workers; use 0 or more"):
+        next(fetch_ahead(failing, range(3), -1))
 
 
-def test_prefetch_passes_exceptions_on_in_their_place():
-    def items():
-        yield 1
-        raise DataError("a damaged shard")
+@KINDS
+@pytest.mark.parametrize("problem", [OSError(5, "the disk is gone"), SystemExit(3)])
+def test_whatever_a_worker_raises_arrives(kind, problem):
+    def make(step):
+        raise problem
 
-    ahead = prefetch(items())
-    assert next(ahead) == 1
-    with pytest.raises(DataError, match="a damaged shard"):
-        next(ahead)
+    with pytest.raises(type(problem)) as error:
+        next(fetch_ahead(make, range(3), 1, kind))
+    assert error.value.args == problem.args
 
 
-def test_prefetch_stops_its_thread_when_the_reader_leaves():
-    for number in prefetch(iter(range(10**9)), depth=2):
+def test_threads_end_when_the_reader_leaves():
+    for number in fetch_ahead(abs, itertools.count(), 1):
         if number == 3:
             break
     del number
@@ -183,6 +169,16 @@ def test_a_function_that_is_not_there_for_a_worker_is_told(tmp_path, monkeypatch
     (tmp_path / "passing_module.py").unlink()
     with pytest.raises(ModuleNotFoundError, match="passing_module"):
         next(fetch_ahead(make, range(3), 1, "process"))
+
+
+@pytest.mark.parametrize(("code", "advice"), [(3, False), (-9, True)])
+def test_only_a_killed_worker_is_said_to_lack_memory(code, advice):
+    def make(step):
+        os._exit(code) if code > 0 else os.kill(os.getpid(), -code)
+
+    with pytest.raises(DataWorkerDied) as error:
+        next(fetch_ahead(make, range(3), 1, "process"))
+    assert ("out of memory" in str(error.value)) == advice
 
 
 def test_what_a_worker_prints_does_not_disturb():

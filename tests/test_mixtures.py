@@ -92,6 +92,8 @@ def test_a_source_of_weight_zero_is_only_evaluated(two_sources):
         ([math.inf, 1], "weight inf of 0"),
         ([0, 0.0], "one weight must be above 0"),
         ([1], "2 data sets need as many weights, not 1"),
+        ([1, "a"], "weight a of 1 must be a number"),
+        ([1, None], "weight None of 1 must be a number"),
     ],
 )
 def test_wrong_weights_are_refused(two_sources, weights, says):

@@ -1,9 +1,12 @@
 """Preparation: from corpora to shards, once, over processes, after any interruption."""
 
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from dataclasses import replace
@@ -88,6 +91,72 @@ def test_the_fingerprint_changes_with_anything_that_changes_samples(texts):
     assert len({base.fingerprint, *(other.fingerprint for other in others)}) == 7
 
 
+def test_the_fingerprint_holds_the_seed_of_the_order_and_the_sources_in_theirs(texts, tmp_path):
+    one, two = (prepare(configure(texts, held_out=0.0, seed=seed), 300) for seed in (0, 1))
+    assert one.fingerprint != two.fingerprint
+    (tmp_path / "other.txt").write_text("Some other text. " * 20)
+    names = [str(texts), str(tmp_path / "other.txt")]
+
+    def mixed(mixture: dict) -> str:
+        config = DataConfig(mixture=mixture, cache=str(tmp_path / "cache"), held_out=0.0)
+        return prepare(config, 300).fingerprint
+
+    equal = mixed({names[0]: 1, names[1]: 1})
+    assert equal == mixed({names[0]: 0.5, names[1]: 0.5})
+    assert equal != mixed({names[1]: 1, names[0]: 1})
+    assert mixed({names[0]: 3, names[1]: 1}) == mixed({names[0]: 6, names[1]: 2}) != equal
+
+
+def test_every_setting_that_changes_the_text_has_a_result_of_its_own(texts):
+    (texts / "copy.txt").write_text((texts / "1.txt").read_text())
+    changes = ({}, {"deduplicate": "exact"}, {"deduplicate": "near"}, {"clean": True}, {"seed": 1},
+               {"held_out": 0.0})  # fmt: skip
+    found = [prepare(configure(texts, **change), 300) for change in changes]
+    assert len({prepared.directory for prepared in found}) == len(changes)
+    assert [prepared.counts["kept"] for prepared in found[:3]] == [11, 10, 10]
+
+
+def test_bytes_are_those_of_utf8_and_tokens_those_of_both_sides(tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline, "CHUNK", 500)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(20):
+        (folder / f"{i}.txt").write_text(f"Übung {i} 練習\n" * 20)
+    prepared = prepare(configure(folder), 300)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    sides = [TokenShards(prepared.sources[0].train), TokenShards(prepared.sources[0].held_out)]
+    assert all(map(len, sides))
+    assert sum(side.text_bytes for side in sides) == size
+    assert prepared.counts["tokens"] == sum(map(len, sides))
+    assert {prepared.counts[f"bytes_{what}"] for what in ("read", "cleaned", "kept")} == {size}
+
+
+def test_copies_that_only_cleaning_makes_equal_stay_on_one_side(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(60):
+        text = " ".join(checks_text.words(30, i))
+        (folder / f"{i}.txt").write_text(text)
+        (folder / f"{i}-html.txt").write_text(f"<p>{text}</p>")
+    prepared = prepare(configure(folder, clean=True, held_out=0.5), 300)
+    train, held_out = checks_text.all_texts(prepared)
+    assert len(train) + len(held_out) == 120
+    assert not set(train) & set(held_out)
+
+
+def test_a_second_process_waits_for_the_first(texts):
+    done = prepare(configure(texts), 300)
+    shutil.rmtree(done.directory)
+    with done.directory.with_name(f"{done.directory.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=prepare, args=(configure(texts), 300))
+        waiting.start()
+        waiting.join(0.5)
+        assert not list(done.directory.parent.glob(f"{done.directory.name}*/*"))
+    waiting.join(60)
+    assert done.directory.is_dir()
+
+
 def test_two_processes_may_prepare_at_once_without_torch(texts):
     code = (
         "import sys; from course_lib.data import DataConfig, prepare;"
@@ -143,6 +212,19 @@ def test_the_tokenizer_learns_from_training_text_only(tmp_path):
     prepared = prepare(configure(path, held_out=0.15), 400)
     assert "fool" in prepared.tokenizer.read_text()
     assert "zyzzyva" not in prepared.tokenizer.read_text()
+
+
+def test_documents_that_are_held_out_whole_teach_the_tokenizer_nothing(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(60):
+        word = "q" + "".join("bdfgklmnpr"[int(digit)] for digit in f"{i:02d}") * 3
+        (folder / f"{i}.txt").write_text(f"{word} " * 20)
+    prepared = prepare(configure(folder, held_out=0.5), 2000)
+    _, held_out = checks_text.all_texts(prepared)
+    assert len(held_out) > 10
+    learned = prepared.tokenizer.read_text()
+    assert not [text for text in held_out if text.split()[0] in learned]
 
 
 def split_of(texts: list[str], share: float, seed: int) -> list[tuple[str, bool]]:

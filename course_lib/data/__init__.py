@@ -26,7 +26,7 @@ _MODULES = {
     "mixtures": ("Mixture", "open_datasets"),
     "disk": ("EmulatedDisk",),
     "batches": ("Batch", "batch", "evaluation_batches", "micro_batches", "to_batch"),
-    "loading": ("DataWorkerDied", "fetch_ahead", "prefetch"),
+    "loading": ("DataWorkerDied", "fetch_ahead"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = sorted([*_HOME, "CorpusUnavailable", "DataError"])

@@ -2,14 +2,16 @@
 
 What a page shows stays, how it was marked up goes: tags, comments, scripts, character references,
 control characters, blanks at line ends. Only known names count as tags, so `a < b`, `vector<T>`
-and `<bucket-name>` stay. Text is composed (NFC), not folded (NFKC turns 10² into 102).
+and `<bucket-name>` stay; but in code that is no HTML, `a<b && c>d` reads as a tag `b`. Text is
+composed (NFC), not folded (NFKC turns 10² into 102).
 
-Escaped markup is text (`&lt;p&gt;` shows `<p>`), so it stays escaped: cleaning twice changes
+Escaped markup is text (`&lt;p&gt;` shows `<p>`), so its `<` stays escaped: cleaning twice changes
 nothing more. Bytes that are no UTF-8 never come this far: corpora refuse them by file and place,
 since whoever replaces them by U+FFFD or drops them has lost the text for good.
 """
 
 import html
+import math
 import re
 import unicodedata
 
@@ -34,8 +36,7 @@ _HIDDEN = [(re.compile("<!--"), re.compile("-->"))] + [
 ]
 _NAME = r"</?(!?[a-z][a-z0-9]*)"  # a < without a > within 2,000 characters is just a sign
 _TAG = re.compile(_NAME + r"(?:[\s/][^<>]{0,2000})?>([ \t]*)", re.I)
-# Wider than _TAG, as a < may follow: once these are escaped, nothing can become a tag any more.
-_MARKUP = re.compile(_NAME + r"(?=(?:[\s/][^>]{0,2000})?>)|<!--", re.I)
+_MARKUP = re.compile(_NAME + r"(?=[\s/>])|<!--", re.I)
 _REFERENCE = re.compile(r"&(?:#[0-9]{1,8}|#[xX][0-9a-fA-F]{1,8}|[a-zA-Z][a-zA-Z0-9]{1,31});")
 
 _UNSEEN = re.compile(r"[\x00-\x08\x0e-\x1b\x1f\x7f-\x9f\xad\u200b\u2060\ufeff\ufff9-\ufffb]")
@@ -61,7 +62,7 @@ def clean(text: str) -> str:
     text = _blanks(text)
     if "&" in text:
         text = _REFERENCE.sub(_escaped, text)
-    return _MARKUP.sub(_escaped_tag, text) if "<" in text else text
+    return _escaped_markup(text) if "<" in text else text
 
 
 def _tidy(text: str) -> str:
@@ -98,6 +99,19 @@ def _escaped(reference: re.Match) -> str:
     return name if html.unescape(name) == name else f"&amp;{name[1:]}"
 
 
-def _escaped_tag(start: re.Match) -> str:
-    known = start[1] is None or start[1].lower() in _TAGS
-    return f"&lt;{start[0][1:]}" if known else start[0]
+def _escaped_markup(text: str) -> str:
+    """The text with the < of all markup escaped: nothing can become a tag any more.
+
+    Wider than _TAG, as a < may follow. Each > is looked for once, so that it stays linear.
+    """
+    closed = -1.0
+
+    def escaped(start: re.Match) -> str:
+        nonlocal closed
+        if closed < start.end():
+            found = text.find(">", start.end())
+            closed = found if found >= 0 else math.inf
+        is_tag = closed - start.end() <= 2001 and start[1] and start[1].lower() in _TAGS
+        return f"&lt;{start[0][1:]}" if is_tag or start[1] is None else start[0]
+
+    return _MARKUP.sub(escaped, text)

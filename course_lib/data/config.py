@@ -4,8 +4,10 @@ import math
 import os.path
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, get_args
+from numbers import Real
+from typing import Annotated, Literal
 
+from course_lib.config import type_faults
 from course_lib.data import corpora
 from course_lib.data.loading import WorkerKind
 from course_lib.data.samples import Packing
@@ -39,13 +41,13 @@ class DataConfig:
 
     def faults(self) -> list[str]:
         """Everything that is wrong with these values, each with the nearest valid choice."""
+        if wrong_types := type_faults(self):
+            return wrong_types
         found = [corpora.unknown_corpus(name) for name in self.mixture or [self.corpus]]
         if self.mixture:
             found += [f"mixture: {fault}" for fault in weight_faults(self.mixture)]
             if self.corpus != DataConfig.corpus:
                 found.append("corpus and mixture are both given; put the corpus in the mixture")
-        if self.deduplicate not in get_args(Duplicates):
-            found.append(f"deduplicate = {self.deduplicate!r}; use 'none', 'exact' or 'near'")
         if self.processes < 1:
             found.append(f"processes = {self.processes} must be at least 1")
         if self.workers < 0:
@@ -66,6 +68,6 @@ def weight_faults(weights: Mapping) -> list[str]:
     found = [
         f"weight {weight} of {name!r} must be a number from 0 to below infinity"
         for name, weight in weights.items()
-        if not 0 <= weight < math.inf
+        if not isinstance(weight, Real) or not 0 <= weight < math.inf
     ]
     return found or ([] if sum(weights.values()) > 0 else ["one weight must be above 0"])

@@ -16,6 +16,7 @@ import json
 import os.path
 import re
 import sqlite3
+import stat
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,7 @@ _PIP = (
     "-m pip download --no-deps --only-binary :all: --python-version 3.12 --retries 1 --timeout 15 "
     "--disable-pip-version-check --no-input --quiet"
 )
+_FIRST = re.compile("(.*):([1-9][0-9]{0,17})")  # so many documents of a streamed corpus
 _TEXT_FILES = (".jsonl", ".md", ".txt")
 _MARKDOWN = [  # patterns and what they become, in this order
     (r"[ \t]+$", ""),
@@ -101,27 +103,30 @@ def default_cache() -> Path:
     return Path.home() / ".cache" / "one-gpu-to-many"
 
 
-def load_corpus(name: str, cache: str | Path | None = None, fallback: str | None = None) -> Corpus:
+def load_corpus(
+    name: str | Path, cache: str | Path | None = None, fallback: str | None = None
+) -> Corpus:
     """Find a corpus: a name from `CORPORA`, or a file or folder of .txt, .md and .jsonl files.
 
     name: of a streamed corpus it may end in a number of documents: "fineweb-edu:20000".
-    In .jsonl files, each line is an object whose "text" is a document.
+    In .jsonl files, each line is an object whose "text" is a document. Links to files are
+        followed, links to folders are not.
     cache: folder for downloads; None for `default_cache()`.
     fallback: the corpus to take, with a warning, where `name` is unavailable.
     Raises CorpusUnavailable for a download that fails or is not the expected one, DataError for
     an unknown corpus, a cache that cannot be used and, while reading, for bytes that are not UTF-8
     and lines that are no such object.
     """
+    name = os.fspath(name)
     if fault := unknown_corpus(name):
         raise DataError(fault)
     cache = Path(cache or default_cache())
     try:
         with plain_errors(cache):
-            known, _, limit = name.partition(":")
             if name in CORPORA:
                 return CORPORA[name](cache)
-            if known in STREAMED and limit.isdecimal():
-                return streamed(STREAMED[known], int(limit))
+            if (first := _FIRST.fullmatch(name)) and first[1] in STREAMED:
+                return streamed(STREAMED[first[1]], int(first[2]))
             return _files(Path(os.path.expanduser(name)))
     except CorpusUnavailable as problem:
         if fallback is None:
@@ -141,9 +146,10 @@ def plain_errors(cache: Path) -> Iterator[None]:
 
 def unknown_corpus(name: str) -> str | None:
     """What to say of a name that is no corpus, with the nearest; None for one that is."""
-    known, _, limit = name.partition(":")
-    if name in CORPORA or (known in STREAMED and limit.isdecimal() and int(limit)):
+    if name in CORPORA or ((first := _FIRST.fullmatch(name)) and first[1] in STREAMED):
         return None
+    if _speakable(name) != name:
+        return f"corpus = {name!r} is not UTF-8; rename the folder or make a link to it"
     if name and os.path.exists(os.path.expanduser(name)):
         return None
     near = [*difflib.get_close_matches(name, CORPORA, 1), *CORPORA][0]
@@ -275,13 +281,13 @@ def _files(path: Path) -> Corpus:
 
     def read() -> Iterator[Document]:
         for found in paths:
-            name = found.relative_to(folder).as_posix()
+            name = _speakable(found.relative_to(folder).as_posix())
             if found.suffix.lower() == ".jsonl":
                 yield from _lines(found, name)
             else:
                 yield Document(name, _decoded(found.read_bytes(), str(found)))
 
-    return Corpus(path.resolve().name, _content(paths), read)
+    return Corpus(_speakable(path.resolve().name), _content(paths), read)
 
 
 def _lines(path: Path, name: str) -> Iterator[Document]:
@@ -291,9 +297,10 @@ def _lines(path: Path, name: str) -> Iterator[Document]:
             where = f"{path}, line {number}"
             if not line.strip():
                 continue
+            text = _decoded(line.rstrip(b"\r\n"), where)
             try:
-                record = json.loads(_decoded(line.rstrip(b"\r\n"), where))
-            except (json.JSONDecodeError, RecursionError) as problem:
+                record = json.loads(text)
+            except (ValueError, RecursionError) as problem:  # also of numbers with 4,301 digits
                 raise DataError(f"{where} is no JSON: {problem}. Repair or delete it.") from None
             yield Document(f"{name}:{number}", _text_of(record, "text", where))
 
@@ -309,7 +316,7 @@ def _text_of(record: object, column: str, where: str) -> str:
 
 def _decoded(data: bytes, where: str) -> str:
     try:
-        return data.decode()
+        return data.decode().removeprefix("\ufeff")  # the mark that some editors put first
     except UnicodeDecodeError as problem:
         raise DataError(
             f"{where} is not UTF-8 text: byte 0x{data[problem.start]:02x} at offset "
@@ -318,11 +325,20 @@ def _decoded(data: bytes, where: str) -> str:
 
 
 def _sorted_files(folder: Path, suffixes: tuple[str, ...] | None = None) -> list[Path]:
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if path.is_file() and (suffixes is None or path.suffix.lower() in suffixes)
-    )
+    """All files below a folder; OSError for what cannot be looked at, and for broken links."""
+
+    def fail(problem: OSError) -> None:
+        raise problem
+
+    walk = os.walk(folder, onerror=fail)
+    paths = (Path(place, name) for place, _, names in walk for name in names)
+    wanted = (path for path in paths if suffixes is None or path.suffix.lower() in suffixes)
+    return sorted(path for path in wanted if stat.S_ISREG(path.stat().st_mode))
+
+
+def _speakable(name: str) -> str:
+    """A name as UTF-8 can say it, which a file's name need not be."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 def _content(paths: list[Path]) -> str:

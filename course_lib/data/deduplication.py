@@ -23,6 +23,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from course_lib.data.samples import mixed
+
 WORDS = 5  # of a shingle, as in Lee et al., arXiv:2107.06499
 HASHES = 128  # of a signature: an estimated similarity is off by about 0.04
 CANDIDATES = 32  # of one band, the first ones; later texts with the same band are not noted in it
@@ -65,15 +67,15 @@ def shingles(text: str) -> np.ndarray:
     Case and punctuation do not count. Chinese and Japanese characters are words of their own. A
     text of fewer than `WORDS` words is one shingle.
     """
-    words = [zlib.crc32(word.encode()) for word in _WORD.findall(text.lower())]
-    if not words:
+    words = _WORD.finditer(text.lower())
+    hashes = np.fromiter((zlib.crc32(word[0].encode()) for word in words), np.uint64)
+    if not hashes.size:
         return np.empty(0, np.uint32)
-    hashes = np.array(words, np.uint64)
-    runs = max(len(words) - WORDS + 1, 1)
+    runs = max(hashes.size - WORDS + 1, 1)
     found = np.zeros(runs, np.uint64)
-    for place in range(min(WORDS, len(words))):
+    for place in range(min(WORDS, hashes.size)):
         found = found * _FACTOR + hashes[place : place + runs]
-    return _unique((_mixed(found) >> np.uint64(32)).astype(np.uint32))
+    return _unique((mixed(found) >> np.uint64(32)).astype(np.uint32))
 
 
 def signature(text: str) -> np.ndarray:
@@ -87,7 +89,10 @@ def similarity(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def jaccard(one: str, other: str) -> float:
-    """The Jaccard similarity of two texts: 0 for no common shingle, 1 for the same ones."""
+    """The Jaccard similarity of two texts: 0 for no common shingle, 1 for the same ones.
+
+    Two texts without a word have the same ones: none. A `Deduplicator` keeps both all the same.
+    """
     return _jaccard(shingles(one), shingles(other))
 
 
@@ -106,7 +111,7 @@ def sketch(text: str, threshold: float | None = 0.8) -> Sketch:
     rows = _least_hashes(found).reshape(-1, band_rows(threshold))  # (bands, rows)
     powers = _FACTOR ** np.arange(rows.shape[1], dtype=np.uint64)
     keys = (rows * powers).sum(1, dtype=np.uint64) + np.arange(len(rows), dtype=np.uint64)
-    return Sketch(hashed, found, _mixed(keys).view(np.int64)[: len(rows) if found.size else 0])
+    return Sketch(hashed, found, mixed(keys).view(np.int64)[: len(rows) if found.size else 0])
 
 
 @dataclass
@@ -114,7 +119,8 @@ class Deduplicator(AbstractContextManager):
     """An index of texts on disk; to be used in a `with` block, and again later.
 
     Shows each text in the order of the corpus. What `look` learned lies in the file once `note`
-    was called or the block was left; what came after is forgotten if the process dies.
+    was called or the block was left; what came after is forgotten if the process dies. Raises
+    ValueError for an index of another threshold, sqlite3.Error for what is no index.
     """
 
     path: str | Path  # of the index, which is made or gone on with
@@ -123,9 +129,19 @@ class Deduplicator(AbstractContextManager):
     def __post_init__(self) -> None:
         if self.threshold is not None and not 0 < self.threshold <= 1:
             raise ValueError(f"threshold {self.threshold} must be above 0 and at most 1")
-        # One thread at a time uses it, but the tokenizers library reads texts in one of its own.
-        self._rows = sqlite3.connect(self.path, check_same_thread=False)
-        self._rows.executescript(_TABLES)
+        try:
+            # One thread at a time uses it, but the tokenizers library reads texts in its own.
+            self._rows = sqlite3.connect(self.path, check_same_thread=False)
+            self._rows.executescript(_TABLES)
+        except sqlite3.Error as problem:
+            raise type(problem)(f"{self.path}: {problem}") from None
+        own = str(self.threshold and float(self.threshold)).encode()
+        noted = self.noted("threshold")
+        if noted is None:
+            self.note("threshold", own)
+        elif noted != own:
+            self._rows.close()
+            raise ValueError(f"{self.path} was made with the threshold {noted.decode()}")
 
     def look(self, name: str, text: str) -> Verdict:
         """Whether a text is new, which enters it in the index, or what it repeats."""
@@ -198,13 +214,6 @@ def _unique(values: np.ndarray) -> np.ndarray:
     first = np.ones(values.size, bool)
     np.not_equal(values[1:], values[:-1], out=first[1:])
     return values[first]
-
-
-def _mixed(values: np.ndarray) -> np.ndarray:
-    """Each bit of the result depends on all bits (the end of splitmix64, Steele et al., 2014)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 def _jaccard(one: np.ndarray, other: np.ndarray) -> float:

@@ -50,6 +50,8 @@ def fetch_ahead(
     """
     if kind not in get_args(WorkerKind):
         raise ValueError(f"workers are {kind!r}; use one of {', '.join(get_args(WorkerKind))}")
+    if workers < 0:
+        raise ValueError(f"{workers} workers; use 0 or more")
     if workers == 0:
         yield from map(make, steps)
         return
@@ -62,14 +64,6 @@ def fetch_ahead(
             item = ahead.popleft().result()
             ahead.extend(threads.submit(make, step) for step in itertools.islice(steps, 1))
             yield item
-
-
-def prefetch(items: Iterable[T], depth: int = 2) -> Iterator[T]:
-    """Yield `items` in order while a thread makes `depth` (1 or more) of them ahead."""
-    source, end = iter(items), object()
-    ahead = fetch_ahead(lambda _: next(source, end), itertools.count(), depth=depth)
-    with closing(ahead):
-        yield from itertools.takewhile(lambda item: item is not end, ahead)
 
 
 class _Threads:
@@ -156,7 +150,7 @@ class _Worker:
         )  # fmt: skip
         self._order = order  # sent with the first step
 
-    def ask(self, step: int) -> tuple[object, Exception | None]:
+    def ask(self, step: int) -> tuple[object, BaseException | None]:
         """The item of a step, or what went wrong."""
         try:
             self.process.stdin.write(self._order + pickle.dumps(step))
@@ -166,9 +160,10 @@ class _Worker:
         except (OSError, EOFError, pickle.UnpicklingError):
             code = self.process.wait()
             how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            advice = "If nobody ended it, the machine ran out of memory: take fewer data.workers."
             raise DataWorkerDied(
                 f"data worker {self.process.pid} {how} while it made the item of step {step}. "
-                "If nobody ended it, the machine ran out of memory: take fewer data.workers."
+                + advice * (code == -9)
             ) from None
 
 
@@ -210,7 +205,7 @@ def _refuse(problem: Exception, step: int) -> None:
 def _answer(make: Callable, step: int) -> bytes:
     try:
         return pickle.dumps((make(step), None), protocol=5)
-    except Exception as problem:
+    except BaseException as problem:  # as in a thread, also of sys.exit
         problem.add_note(f"In a data worker:\n{traceback.format_exc()}")
         try:
             answer = pickle.dumps((None, problem))

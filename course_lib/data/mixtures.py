@@ -117,8 +117,8 @@ def open_datasets(
         _open(source.held_out, prepared.vocab, config, short="pad")
         for source in sources if source.held_out
     ]  # fmt: skip
-    whole = _mixed(held_out, [1.0] * len(held_out), config.seed) if held_out else None
-    return _mixed(train, weights, config.seed), whole
+    whole = _one_or_mixture(held_out, [1.0] * len(held_out), config.seed) if held_out else None
+    return _one_or_mixture(train, weights, config.seed), whole
 
 
 def _open(
@@ -130,5 +130,5 @@ def _open(
     return TokenDataset(shards, config.sequence_length, packing, config.seed)
 
 
-def _mixed(datasets: list, weights: list, seed: int) -> TokenDataset | Mixture:
+def _one_or_mixture(datasets: list, weights: list, seed: int) -> TokenDataset | Mixture:
     return datasets[0] if len(datasets) == 1 else Mixture(datasets, weights, seed)

@@ -16,6 +16,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
@@ -151,7 +152,8 @@ def _describe(
                     f"{tokenizer} is not what {index} was made with. Delete {directory}."
                 )
             made_of.append(shards.sha256)
-    made_of += [weights[place] for place in weights if len(weights) > 1]
+    total = sum(map(Fraction, weights.values()))
+    made_of += [str(Fraction(weights[place]) / total) for place in weights]
     made_of += [ORDER, sha256, vocab, config.sequence_length, config.packing, config.seed]
     try:
         counts = dict(json.loads((directory / "counts.json").read_bytes()))

@@ -49,7 +49,10 @@ class Windows:
 
     def checked(self, numbers: Sequence[int]) -> np.ndarray:
         """Window numbers as an array (numbers,); IndexError if one is outside 0 … len - 1."""
-        numbers = np.asarray(numbers, np.int64)
+        numbers = np.asarray(numbers)
+        if numbers.size and not np.issubdtype(numbers.dtype, np.integer):
+            raise TypeError(f"windows have whole numbers, not {numbers}")
+        numbers = numbers.astype(np.int64)
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < len(self):
             raise IndexError(f"windows {numbers} are not all in 0 to {len(self) - 1}")
         return numbers
@@ -74,6 +77,8 @@ class TokenDataset(Windows):
     ) -> None:
         if packing not in get_args(Packing):
             raise ValueError(f"packing is {packing!r}; use one of {', '.join(get_args(Packing))}")
+        if sequence_length < 1:
+            raise ValueError(f"windows of {sequence_length} tokens; use 1 or more")
         needed = 2 if packing == "pad" else sequence_length + 1
         if len(shards) < needed:
             raise DataError(
@@ -171,7 +176,7 @@ def _feistel(values: np.ndarray, count: int, keys: list[np.uint64]) -> np.ndarra
     side = np.uint64(isqrt(count - 1) + 1)
     left, right = values // side, values % side
     for key in keys:
-        left, right = right, (left + _mixed(right ^ key) % side) % side
+        left, right = right, (left + mixed(right ^ key) % side) % side
     values = left * side + right
     again = values >= count
     if again.any():
@@ -184,8 +189,11 @@ def scrambled(*numbers: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest())
 
 
-def _mixed(x: np.ndarray) -> np.ndarray:
-    """A bijection of uint64 in which each input bit moves each output bit (splitmix64's end)."""
+def mixed(x: np.ndarray) -> np.ndarray:
+    """A bijection of uint64 in which each input bit moves each output bit.
+
+    It is the end of splitmix64 (Steele et al., 2014).
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

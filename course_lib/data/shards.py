@@ -62,6 +62,8 @@ class ShardWriter(AbstractContextManager):
     tokens_per_shard: int = 1 << 28  # at most; a document may go on in the next file
 
     def __post_init__(self) -> None:
+        if not 1 <= self.vocab <= 1 << 32:
+            raise ValueError(f"vocab {self.vocab} must be 1 to {1 << 32}")
         self.directory = Path(self.directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self.tokens = self.text_bytes = 0
@@ -139,6 +141,8 @@ class TokenShards:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """A copy of tokens start … stop - 1: int64, (stop - start,)."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"tokens {start} to {stop} are not all in 0 to {len(self)}")
         first, last = bisect_right(self._begins, start) - 1, bisect_left(self._begins, stop)
         parts = [
             self._shards[i][max(start - self._begins[i], 0) : stop - self._begins[i]]
