@@ -72,6 +72,9 @@ def clip(model, clip_norm, tokens, mistake):
             nn.utils.clip_grad_norm_(parameter, clip_norm)
     elif mistake == "clips elements":
         nn.utils.clip_grad_value_(parameters, clip_norm)
+    elif mistake == "always scales":
+        for parameter in parameters:
+            parameter.grad *= clip_norm / norm
     elif mistake != "does not clip":
         nn.utils.clip_grad_norm_(parameters, clip_norm)
     if mistake == "clips the sum":
@@ -84,6 +87,20 @@ def clip(model, clip_norm, tokens, mistake):
 
 def making_gradient(mistake: str):
     return lambda model, parts, clip_norm: gradient(model, parts, clip_norm, mistake)
+
+
+def in_one_pass(model, micro_batches, clip_norm):
+    tokens, labels = (
+        torch.cat([getattr(b, n) for b in micro_batches]) for n in ("tokens", "labels")
+    )
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+    loss.backward()
+    return loss.item(), nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item()
+
+
+def no_numbers(model, micro_batches, clip_norm):
+    gradient(model, micro_batches, clip_norm)
+    return None, None
 
 
 def no_backward(model, micro_batches, clip_norm):
@@ -213,6 +230,18 @@ class StartsElsewhere(Scaler):
         super().__init__(65536.0, growth_interval)
 
 
+class InPlace(Scaler):
+    """Right: a tensor that is changed in place."""
+
+    def __init__(self, scale, growth_interval):
+        super().__init__(torch.tensor(scale), growth_interval)
+
+
+class Word(Scaler):
+    def __init__(self, scale, growth_interval):
+        super().__init__("high", growth_interval)
+
+
 class Nameless:
     def __init__(self, scale, growth_interval):
         self.factor = scale
@@ -235,6 +264,9 @@ CASES = {
             Wrong("clips each tensor", making_gradient("clips each tensor"), "each tensor by its"),
             Wrong("clips elements", making_gradient("clips elements"), "cut each element"),
             Wrong("does not clip", making_gradient("does not clip"), "is not clipped"),
+            Wrong("always scales", making_gradient("always scales"), "at most 1"),
+            Wrong("all in one pass", in_one_pass, "8 sequences at once"),
+            Wrong("no numbers", no_numbers, "must be two numbers"),
             Wrong("0 / 0 tokens", making_gradient("gradient is a mean of nothing"), "not finite"),
             Wrong("loss of 0 tokens", making_gradient("loss is a mean of nothing"), "loss is nan"),
             Wrong("half", making_gradient("half"), "0.5 × the right one"),
@@ -288,6 +320,7 @@ CASES = {
             Wrong("quarters", Quarters, "Halve at an overflow; double after"),
             Wrong("the wrong way round", WrongWayRound, "wrong way round"),
             Wrong("starts elsewhere", StartsElsewhere, "starts at scale"),
+            Wrong("a word as scale", Word, "must be a number"),
             Wrong("other names", Nameless, "attribute `scale`"),
             Wrong("gives an object, not the class", Scaler(8.0, 3), "give the class itself"),
         ),

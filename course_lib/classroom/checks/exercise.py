@@ -68,6 +68,12 @@ class Exercise:
         return attrgetter(path)(import_module(module))
 
 
+def require_function(answer: object, what: str = "function") -> None:
+    """Refuse an answer that was called instead of handed over."""
+    if not callable(answer):
+        raise WrongAnswer(f"give the {what} itself: write its name without calling it.")
+
+
 def card(exercise: Exercise) -> str:
     """Return the Markdown card that stands above the exercise in its notebook."""
     dots = "●" * exercise.difficulty + "○" * (3 - exercise.difficulty)

@@ -1,6 +1,7 @@
 """`check`, `hint` and `solution`: what a learner calls in a notebook. None of them ever raises."""
 
 import inspect
+import re
 import traceback
 from dataclasses import dataclass
 from typing import Any
@@ -134,7 +135,8 @@ def _explain(exercise: Exercise, error: BaseException, answer: Any) -> Verdict:
         text = tidy(str(error))
         told = text if from_ranks else f"{type(error).__name__}: {text}\n{learners_line(error)}"
         return Verdict(exercise.name, "crashed", told.rstrip())
-    if isinstance(error, TypeError) and f"{getattr(answer, '__name__', '')}(" in str(error):
+    name = re.escape(getattr(answer, "__name__", ""))
+    if isinstance(error, TypeError) and re.search(rf"{name}(\.\w+)?\(", str(error)):
         # It failed at the call, before the learner's first line: no frame of theirs to show.
         told = f"it takes other arguments than the exercise says.\nTypeError: {tidy(str(error))}"
         return Verdict(exercise.name, "crashed", told)

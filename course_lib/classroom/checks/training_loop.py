@@ -6,7 +6,7 @@ from collections.abc import Callable
 from course_lib.training import LossScaler, TrainingConfig, learning_rate
 
 from ..learner import learners_line
-from .exercise import Exercise, WrongAnswer
+from .exercise import Exercise, WrongAnswer, require_function
 from .training_loop_gradient import grade_clipped_gradient
 
 # ---------------------------------------------------------------------- warm-up and cosine decay
@@ -21,8 +21,7 @@ _SCHEDULES = (
 
 def grade_learning_rate(answer: Callable[[TrainingConfig, int], float]) -> None:
     """Ask for every step, and for some past the end, under several configurations."""
-    if not callable(answer):
-        raise WrongAnswer("give the function itself: write its name without calling it.")
+    require_function(answer)
     for config in _SCHEDULES:
         steps = [*range(config.steps + 8), 2 * config.steps, 5 * config.steps + 1]
         got = [_rate(answer, config, step) for step in steps]
@@ -149,15 +148,14 @@ _FINITE = [bool(int(digit)) for digit in "1110111110110001111111011111111"]  # 0
 
 def grade_loss_scaler(answer: Callable[[float, int], LossScaler]) -> None:
     """Follow the scale through good steps and overflows; compare with the library's."""
-    if not callable(answer):
-        raise WrongAnswer("give the class itself: write its name without calling it.")
+    require_function(answer, "class")
     for scale, interval in ((1024.0, 3), (64.0, 4)):
         scaler = answer(scale, interval)
         if not hasattr(scaler, "scale") or not hasattr(scaler, "update"):
             raise WrongAnswer(
                 "the scaler needs an attribute `scale` and a method `update(finite)`."
             )
-        if scaler.scale != scale:
+        if _scale_of(scaler) != scale:
             raise WrongAnswer(f"it starts at scale {scaler.scale}, not at the given {scale:g}.")
         got = [_scale_after(scaler, finite) for finite in _FINITE]
         want = _follow(_right, scale, interval)
@@ -167,7 +165,15 @@ def grade_loss_scaler(answer: Callable[[float, int], LossScaler]) -> None:
 
 def _scale_after(scaler, finite: bool) -> float:
     scaler.update(finite)
-    return scaler.scale
+    return _scale_of(scaler)
+
+
+def _scale_of(scaler) -> float:
+    """A number of its own: a tensor could change later, in place."""
+    try:
+        return float(scaler.scale)
+    except (TypeError, ValueError) as error:
+        raise WrongAnswer(f"`scale` must be a number; yours is {scaler.scale!r}.") from error
 
 
 def _follow(rule: Callable, scale: float, interval: int) -> list[float]:

@@ -13,7 +13,7 @@ from course_lib.model import ModelConfig, build
 from course_lib.oracle import random_batch, split
 from course_lib.training import IGNORE, accumulate, loss_sum
 
-from .exercise import WrongAnswer
+from .exercise import WrongAnswer, require_function
 
 
 def clipped_gradient(
@@ -36,8 +36,7 @@ _SAMPLES, _PARTS = 10, 5  # the first samples have few labels: micro-batch 0 has
 
 def grade_clipped_gradient(answer: Callable) -> None:
     """Compare with the undivided batch, in fp64: without clipping, clipped, one part masked."""
-    if not callable(answer):
-        raise WrongAnswer("give the function itself: write its name without calling it.")
+    require_function(answer)
     parts = split(random_batch(_SHAPE, _SAMPLES, 0), 1, _PARTS)[0]
     masked = replace(parts[1], labels=torch.full_like(parts[1].labels, IGNORE), valid=0)
     for where, given, clip_norm in (
@@ -51,8 +50,18 @@ def grade_clipped_gradient(answer: Callable) -> None:
 def _compare_gradient(answer: Callable, parts: list[Batch], clip_norm: float, where: str) -> None:
     model, right = _model(), _model()
     loss, norm = _undivided(right, parts, clip_norm)
+    passes = []
+    model.register_forward_pre_hook(
+        lambda module, given, named: passes.append(len((*given, *named.values())[0])),
+        with_kwargs=True,
+    )
     returned = answer(model, parts, clip_norm)
     _require_weights(model)
+    if max(passes, default=0) > max(len(part.tokens) for part in parts):
+        raise WrongAnswer(
+            f"you pass {max(passes)} sequences at once: the memory holds one micro-batch of "
+            f"{len(parts[0].tokens)}. Call the model once for each."
+        )
     got, want = _flat(model), _flat(right)
     if got is None:
         raise WrongAnswer(f"{where}: no gradient is in `.grad`; call backward on each loss.")
@@ -160,6 +169,14 @@ def _does_not_clip(model, parts, clip_norm):
     _backward(model, parts, lambda _: _valid(parts))
 
 
+def _always_scales(model, parts, clip_norm):
+    _backward(model, parts, lambda _: _valid(parts))
+    parameters = list(model.parameters())
+    norm = nn.utils.get_total_norm([p.grad for p in parameters])
+    for parameter in parameters:
+        parameter.grad *= clip_norm / norm
+
+
 def _keeps_the_last(model, parts, clip_norm):
     _backward(model, parts[-1:], lambda _: _valid(parts))
     _clip(model, clip_norm)
@@ -212,19 +229,29 @@ _GRADIENT_MISTAKES = {
         "you cut each element at the limit. Scale all gradients by one factor: `clip_grad_norm_`."
     ),
     _does_not_clip: "the gradient is not clipped.",
+    _always_scales: (
+        "you scale the gradient to the limit even where it is shorter. Clipping makes a gradient "
+        "shorter, never longer: the factor is at most 1."
+    ),
 }
 
 
 def _require_figures(returned, loss: float, norm: float, clip_norm: float, parts, where: str):
     """Check what the answer returned, once the gradient is right."""
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-        raise WrongAnswer(f"the gradient is right; now return the pair (loss, norm). {where}")
+        raise WrongAnswer(f"{where}: the gradient is right; now return the pair (loss, norm).")
     if any(isinstance(value, Tensor) and value.requires_grad for value in returned):
         raise WrongAnswer(
             "the gradient is right, but what you return still holds the graph. Memory grows at "
             "each step: use `.item()` or `.detach()`."
         )
-    got_loss, got_norm = map(float, returned)
+    try:
+        got_loss, got_norm = map(float, returned)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise WrongAnswer(
+            f"{where}: the gradient is right. Loss and norm must be two numbers; you return "
+            f"{returned!r}."
+        ) from error
     if not math.isclose(got_loss, loss, rel_tol=1e-6):
         raise WrongAnswer(f"{where}: the gradient is right. {_loss_mistake(got_loss, loss, parts)}")
     if not math.isclose(got_norm, norm, rel_tol=1e-6):
