@@ -1,5 +1,6 @@
 """Right answers of another style than the library's pass the checks of the collectives."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,12 +25,22 @@ def ring_of_plain_messages(tensor, group):
     return chunks[rank]
 
 
+def numpys_seconds(*case):
+    return np.float32(seconds(*case))
+
+
+def torchs_seconds(*case):
+    return torch.tensor(seconds(*case), dtype=torch.float64)
+
+
 @pytest.mark.parametrize(
     "name, answer",
     [
         ("collectives/1", ring),
         ("collectives/1", ring_of_plain_messages),
         ("collectives/2", seconds),
+        ("collectives/2", numpys_seconds),
+        ("collectives/2", torchs_seconds),
     ],
 )
 def test_an_answer_by_hand_passes(name, answer):

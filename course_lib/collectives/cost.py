@@ -33,11 +33,12 @@ class Link:
 
 # Bandwidths are the standards' line rates in one direction: IEEE 802.3 for Ethernet (bits / 8);
 # 900 GB/s in both directions together for NVLink 4 (NVIDIA H100 data sheet). Latencies depend on
-# more than the wire. NVLink and 100 GbE (with RDMA): what NCCL assumes for one step of a ring
-# (tuning.cc, "Simple" protocol). 1 and 10 GbE: an assumption, typical of TCP through the kernel.
+# more than the wire. NVLink and 100 GbE: what NCCL assumes for one step of a ring over NVLink and
+# over a network (tuning.cc, ring, "Simple" protocol, in the versions that know NVLSTree; 9.6 us
+# for the network before). 1 and 10 GbE: an assumption, typical of TCP through the kernel.
 ETHERNET_1G = Link(50e-6, 0.125e9)
 ETHERNET_10G = Link(50e-6, 1.25e9)
-ETHERNET_100G = Link(9.6e-6, 12.5e9)
+ETHERNET_100G = Link(14.0e-6, 12.5e9)
 NVLINK_4 = Link(3.4e-6, 450e9)
 LINKS = {
     "1 GbE": ETHERNET_1G, "10 GbE": ETHERNET_10G, "100 GbE": ETHERNET_100G, "NVLink 4": NVLINK_4,

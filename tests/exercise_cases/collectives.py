@@ -60,6 +60,24 @@ def torchs_sum(tensor, group):
     return whole.tensor_split(dist.get_world_size(group))[dist.get_rank(group)]
 
 
+def torchs_own_sum(tensor, group):
+    whole = tensor.clone()
+    dist.all_reduce(whole, group=group)
+    return whole.tensor_split(dist.get_world_size(group))[dist.get_rank(group)]
+
+
+def receives_too_little(tensor, group):
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    chunk, arriving = tensor.clone().tensor_split(ranks)[0], torch.empty(1, dtype=tensor.dtype)
+    exchange(chunk, (rank + 1) % ranks, arriving, (rank - 1) % ranks, group, "mine").wait()
+    return arriving
+
+
+def never_ends(tensor, group):
+    while True:
+        pass
+
+
 def whole_tensors(tensor, group):
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     total, going = tensor.clone(), tensor.clone()
@@ -110,6 +128,7 @@ def seconds(kind, payload_bytes, ranks, link, mistake=""):
     steps = {"no latency": 0, "latency once": 1}.get(mistake, steps)
     size = payload_bytes * {"bits": 8, "bytes as bits": 1 / 8}.get(mistake, 1)
     result = steps * link.latency_s + moved * size / link.bytes_per_s
+    result *= 1e3 if mistake == "milliseconds" else 1
     return str(result) if mistake == "text" else result
 
 
@@ -135,6 +154,9 @@ CASES = {
             Wrong("returns a list", mistaken("returns a list"), "return one tensor"),
             Wrong("changes its argument", mistaken("in place"), "changes its argument"),
             Wrong("calls all_reduce", torchs_sum, "you call all_reduce"),
+            Wrong("calls torch's all_reduce", torchs_own_sum, "you call torch's all_reduce"),
+            Wrong("receives too little", receives_too_little, "of another length"),
+            Wrong("never ends", never_ends, "Does a loop never end?"),
             Wrong("sends whole tensors", whole_tensors, "each chunk but its own once"),
             Wrong("never sends", first_rank_only_receives, "wait for each other"),
             Wrong("gives a value, not a function", torch.zeros(2), "without calling it"),
@@ -157,6 +179,7 @@ CASES = {
             Wrong("rounded down", timing("rounded down"), "rounded up, not down"),
             Wrong("broadcast's bytes once", timing("broadcast's bytes once"), "count once a step"),
             Wrong("broadcast in chunks", timing("broadcast in chunks"), "not a chunk of it"),
+            Wrong("milliseconds", timing("milliseconds"), "in milliseconds"),
             Wrong("returns text", timing("text"), "return a number of seconds"),
             Wrong("gives a number", 0.5, "write its name without calling"),
         ),

@@ -1,7 +1,9 @@
 """The exercises of "Collectives and the network": a ring reduce-scatter; a collective's time."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -9,8 +11,8 @@ import torch.distributed as dist
 from course_lib.collectives import LINKS, Link, count_traffic, time_of
 from course_lib.collectives.cost import chunk_size
 
-from ..launch import RankTimeout
-from .exercise import Exercise, WrongAnswer, on_ranks
+from .collectives_ranks import plain_number, run_together
+from .exercise import Exercise, WrongAnswer, require_function
 
 # --------------------------------------------------------------------------- ring reduce-scatter
 
@@ -21,17 +23,12 @@ _BASE = 1000  # rank r brings element x _BASE ** r: a sum also shows whose numbe
 
 def grade_reduce_scatter(answer: Callable) -> None:
     """Run the answer on real ranks, with chunks of equal, unequal and no elements."""
-    _require_function(answer)
     for ranks, elements in _RUNS:
-        try:
-            seen = on_ranks(_try_out, ranks, answer, elements, timeout_s=6).values
-        except RankTimeout as error:
-            raise WrongAnswer(
-                f"with {ranks} ranks and {elements} elements the ranks wait for each other without "
-                "end. All ranks need the same number of steps, and exchange() sends and receives "
-                f"at once.\n{error}"
-            ) from error
         where = f"{ranks} ranks, {elements} elements: "
+        seen = run_together(
+            answer, _try_out, ranks, elements, hang=where + _HANGS, disagree=where + _UNLIKE,
+            timeout_s=6,
+        )  # fmt: skip
         for rank, (given, kept, sent) in enumerate(seen):
             _judge_chunk(where, given, sent, rank, ranks, elements)
             if not kept:
@@ -42,18 +39,52 @@ def grade_reduce_scatter(answer: Callable) -> None:
             _judge_messages(where, sent, rank, ranks, elements)
 
 
+_HANGS = (
+    "the ranks wait for each other without end. All ranks need the same number of steps, and "
+    "exchange() sends and receives at once."
+)
+_UNLIKE = (
+    "a rank got a message of another length than it had room for. Receive into a tensor as long as "
+    "the chunk that comes: torch.empty_like(chunks[coming])."
+)
+_OF_TORCH = (
+    "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather",
+    "all_gather_into_tensor", "all_gather_object", "broadcast", "all_to_all", "all_to_all_single",
+    "gather", "scatter",
+)  # fmt: skip
+
+
 def _try_out(answer: Callable, elements: int) -> tuple[object, bool, list[tuple[str, int]]]:
     """On a rank: what the answer returns, whether its argument was kept, and what it sent."""
     own = torch.tensor(_ELEMENTS[:elements], dtype=torch.float64) * _BASE ** dist.get_rank()
     tensor = own.clone()
-    with count_traffic() as traffic:
+    with count_traffic() as traffic, _torchs_collectives() as called:
         given = answer(tensor, dist.group.WORLD)
     if isinstance(given, torch.Tensor):
         given = given.detach().double().flatten().tolist()
     elif given is not None:
         given = type(given).__name__
     sent = [(call.kind, call.payload_bytes) for call in traffic.calls]
-    return given, torch.equal(tensor, own), sent
+    uncounted = [] if sent else [(f"torch's {name}", 0) for name in called]
+    return given, torch.equal(tensor, own), sent + uncounted
+
+
+@contextmanager
+def _torchs_collectives() -> Iterator[list[str]]:
+    """The names of those of torch's collectives that are called inside."""
+    called: list[str] = []
+
+    def noting(name: str) -> Callable:
+        function = getattr(dist, name)
+
+        def noted(*args, **options):
+            called.append(name)
+            return function(*args, **options)
+
+        return noted
+
+    with mock.patch.multiple(dist, **{name: noting(name) for name in _OF_TORCH}):
+        yield called
 
 
 def _judge_chunk(where: str, given, sent: list, rank: int, ranks: int, elements: int) -> None:
@@ -177,7 +208,7 @@ _CASES = [
 
 def grade_time(answer: Callable[[str, float, int, Link], float]) -> None:
     """Compare at several collectives, payloads, ranks and links; name the formula's mistake."""
-    _require_function(answer)
+    require_function(answer)
     given = [_seconds(answer, *case) for case in _CASES]
     right = [time_of(*case) for case in _CASES]
     wrong = [at for at, (a, b) in enumerate(zip(given, right)) if not _near(a, b)]
@@ -193,12 +224,13 @@ def grade_time(answer: Callable[[str, float, int, Link], float]) -> None:
 
 
 def _seconds(answer: Callable, kind: str, payload: float, ranks: int, link: Link) -> float:
-    seconds = answer(kind, payload, ranks, link)
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+    given = answer(kind, payload, ranks, link)
+    seconds = plain_number(given)
+    if seconds is None:
         raise WrongAnswer(
-            f"return a number of seconds; for {kind} yours is {type(seconds).__name__}."
+            f"return a number of seconds; for {kind} yours is {type(given).__name__}."
         )
-    return float(seconds)
+    return seconds
 
 
 def _near(a: float, b: float) -> bool:
@@ -252,6 +284,8 @@ _TREE = (
     "each with the whole payload."
 )
 _TIME_MISTAKES = (
+    ("That is in milliseconds: return seconds.", lambda *case: 1e3 * time_of(*case)),
+    ("That is in microseconds: return seconds.", lambda *case: 1e6 * time_of(*case)),
     (_BITS, _formula(byte=8)),
     (_BITS, _formula(byte=1 / 8)),
     (
@@ -310,11 +344,6 @@ _BY_KIND = {
     "broadcast": _TREE,
     "all_reduce": "Only the all-reduce is wrong. It is a reduce-scatter, then an all-gather.",
 }
-
-
-def _require_function(answer) -> None:
-    if not callable(answer):
-        raise WrongAnswer("give the function itself: write its name without calling it.")
 
 
 EXERCISES = (
