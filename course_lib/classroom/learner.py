@@ -38,10 +38,13 @@ def learners_line(error: BaseException) -> str:
 def learners_frame(error: BaseException) -> traceback.FrameSummary | None:
     """Return the deepest frame of the error that lies outside the course and installed code."""
     frames = traceback.extract_tb(error.__traceback__)
-    return next((frame for frame in reversed(frames) if _is_learners(frame.filename)), None)
+    return next((frame for frame in reversed(frames) if _is_learners(frame)), None)
 
 
-def _is_learners(filename: str) -> bool:
+def _is_learners(frame: traceback.FrameSummary) -> bool:
+    filename = frame.filename
+    if filename == "<string>" and frame.name.startswith("__"):
+        return False  # a method that `dataclass` has made
     # Not resolved for "<...>": the learner's code may come from a string or a cell.
     path = filename if filename.startswith("<") else str(Path(filename).resolve())
     if path.startswith("<frozen"):
@@ -61,7 +64,7 @@ def ask_learner(function: Callable, at: Sequence) -> tuple[list | None, str]:
         return None, problem
     try:
         values = ask(function, at)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if _is_stub(error):
             return None, no_prediction("`raise NotImplementedError`")
         told = f"Your function raised {type(error).__name__}: {error}\n{learners_line(error)}"
@@ -94,7 +97,7 @@ def _wrong_parameters(function: Callable, at: Sequence) -> str:
     return ""
 
 
-def _is_stub(error: Exception) -> bool:
+def _is_stub(error: BaseException) -> bool:
     """Tell the chapter's placeholder from a NotImplementedError that torch raises."""
     frame = learners_frame(error)
     unknown = frame is None or not frame.line
