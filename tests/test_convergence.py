@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from exercise_cases.convergence import experiment, read
+from exercise_cases.convergence import experiment, healthy_values, read, spoils
 
 from course_lib.classroom.broken_runs import (
     FAULTS,
@@ -21,7 +21,7 @@ from course_lib.classroom.broken_runs import (
     text_bytes,
 )
 from course_lib.classroom.checks import find
-from course_lib.classroom.checks.convergence import FRESH_SEED, fresh_runs
+from course_lib.classroom.checks.convergence import FRESH_SEED, REFERENCE, questions
 from course_lib.classroom.checks.grading import judge
 from course_lib.classroom.diagnosis import diagnose, symptoms, verdict
 
@@ -33,8 +33,9 @@ def runs():
     others = {
         "never stopped": Setting(seed=FRESH_SEED, resume_at=None),
         "small batch, repaired": repaired("small batch", FRESH_SEED),
+        "reference": REFERENCE,
     }
-    return fresh_runs() | run_all(others)
+    return run_all({name: setting for name, (setting, _) in questions().items()} | others)
 
 
 def test_a_healthy_run_starts_at_8_bits_and_learns(runs):
@@ -106,7 +107,7 @@ def test_a_complete_restart_leaves_no_trace(runs):
 def test_a_schedule_that_counts_skipped_steps_loses_its_warm_up(runs):
     run = runs["schedule runs on"]
     applied = int(np.argmin(run.skipped))  # the first
-    assert applied >= Setting().warmup
+    assert applied + 1 >= Setting().warmup
     assert not np.isfinite(run.grad_norm[:applied]).any()
     assert np.ptp(run.loss[: applied + 1]) < 0.1  # nothing was learned, nothing diverged
     assert run.schedule[applied] > 0.9
@@ -136,7 +137,7 @@ def test_an_update_reads_the_same_sequences_however_they_are_divided():
 
 def test_a_run_is_a_pure_function_of_its_setting():
     short = Setting(steps=10, warmup=2, resume_at=None, outliers=(5,))
-    first, again = run(short), run(short)
+    first, again = run(short), run.__wrapped__(short)  # without the memory of earlier runs
     assert np.array_equal(first.loss, again.loss)
     assert first.loss[5] > first.loss[4] + 1  # random bytes
     assert not np.array_equal(first.loss, run(replace(short, seed=1)).loss)
@@ -150,5 +151,23 @@ def test_a_verdict_needs_an_effect_beyond_chance():
 
 def test_right_answers_of_another_style_pass():
     assert judge(find("convergence/1"), read).status == "passed"
-    assert judge(find("convergence/2"), experiment).status == "passed"
-    assert judge(find("convergence/2"), lambda train: experiment(train, "", range(7, 12)))
+    assert judge(find("convergence/3"), healthy_values).status == "passed"
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(4), range(7, 12), (0, 2, 4, 6), (1, 3, 5, 7, 9), range(0, 20, 2), range(40)]
+)
+def test_an_experiment_passes_with_any_seeds(seeds):
+    verdict = judge(find("convergence/2"), lambda train: experiment(train, "", seeds))
+    assert verdict.status == "passed", verdict.message
+
+
+@pytest.mark.parametrize("seeds", [range(4), range(10, 14), (0, 2, 4, 6), (11, 23, 35, 47)])
+def test_no_fixed_limit_stands_for_the_spread(seeds):
+    verdict = judge(find("convergence/2"), lambda train: experiment(train, "a fixed limit", seeds))
+    assert verdict.status == "wrong"
+
+
+def test_an_answer_cannot_spoil_the_log_for_others():
+    assert judge(find("convergence/1"), spoils).status == "crashed"
+    assert run(Setting()).loss[0] > 7

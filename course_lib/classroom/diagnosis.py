@@ -1,11 +1,12 @@
-"""Reading runs: which fault a log shows, and what an experiment over several seeds has shown."""
+"""Reading runs: which fault a log shows, how it is repaired, what several seeds have shown."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import mean, stdev
 
 import numpy as np
 
-from course_lib.classroom.broken_runs import Curves
+from course_lib.classroom.broken_runs import FAULTS, Curves, Setting
 
 LATE = 20  # steps at the end that stand for "late in the run"
 
@@ -55,6 +56,11 @@ def diagnose(run: Curves, healthy: Curves) -> str:
     if seen["restart"] > 1.5:
         return "moments lost"
     return "healthy"
+
+
+def repair(fault: str, setting: Setting) -> Setting:
+    """The setting with this fault repaired, and nothing else changed."""
+    return replace(setting, **FAULTS[fault].repaired)
 
 
 def judge_remedies(

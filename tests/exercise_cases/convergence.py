@@ -1,8 +1,11 @@
 """Answers to the exercises of "Why doesn't it converge?"."""
 
+from dataclasses import replace
 from statistics import mean, stdev
 
 import numpy as np
+
+from course_lib.classroom.broken_runs import Setting
 
 from . import Cases, Wrong
 
@@ -23,7 +26,8 @@ def read(run, healthy, mistake=""):
         return "schedule runs on"
     if run.held_out[-1] > late + 0.5 and mistake != "no look at the gap":
         return "preprocessing"
-    if np.diff(run.loss[40:]).std() > 2 * np.diff(healthy.loss[40:]).std():
+    usual = 0.15 if mistake == "a fixed limit" else np.diff(healthy.loss[40:]).std()
+    if np.diff(run.loss[40:]).std() > 2 * usual:
         return "high learning rate" if mistake == "noise is a high rate" else "small batch"
     if applied[1] > 1.9 * applied[0]:
         if mistake == "every first jump is warm-up":
@@ -70,9 +74,44 @@ def experiment(train, mistake="", seeds=range(6)):
             gain = mean(by_seed)
             error = stdev(by_seed) / len(by_seed) ** 0.5 if len(by_seed) > 1 else 0
         limit = {"no spread": 0, "too strict": 200}.get(mistake, 2.5) * error
+        limit = 0.1 if mistake == "a fixed limit" else limit
         words = ("hurts", "helps") if mistake == "sign" else ("helps", "hurts")
         said[remedy] = "not shown" if abs(gain) <= limit else words[gain < 0]
     return said
+
+
+def spoils(run, healthy):
+    run.loss *= 0
+    return "healthy"
+
+
+def one_cell(train):
+    gains = [train(False, False, seed) - train(True, False, seed) for seed in range(6)]
+    return {"warm-up": "helps" if mean(gains) > 0.1 else "not shown", "clipping": "not shown"}
+
+
+def repair_stub(fault, setting):
+    raise NotImplementedError
+
+
+def healthy_values(fault, setting):
+    """A learner's repair: the default of the value that is the cause."""
+    if fault == "small batch":
+        return replace(setting, accumulate=16 // setting.micro_batch)
+    name = {
+        "high learning rate": "lr", "preprocessing": "training_text", "no warm-up": "warmup",
+        "moments lost": "restored", "schedule runs on": "schedule_counts",
+    }[fault]  # fmt: skip
+    return replace(setting, **{name: getattr(Setting(), name)})
+
+
+def repairing(faulty, **values):
+    """Right, but for one fault."""
+
+    def repair(fault, setting):
+        return replace(setting, **values) if fault == faulty else healthy_values(fault, setting)
+
+    return repair
 
 
 def experimenting(mistake, seeds=range(6)):
@@ -90,14 +129,16 @@ CASES = {
                   "nothing diverged"),
             Wrong("sound fp16 called a fault", reading("every skip is a fault"), "what fp16 does"),
             Wrong("sound restart called a fault", reading("every restart is a fault"),
-                  "up to chance"),
+                  "compared with itself"),
             Wrong("noise called learning rate", reading("noise is a high rate"), "np.diff(loss)"),
             Wrong("missing warm-up called learning rate", reading("warm-up is the rate"),
                   "schedule[0] shows the cause"),
             Wrong("learning rate called missing warm-up", reading("every first jump is warm-up"),
                   "Its schedule warms up"),
             Wrong("spike overlooked", reading("only the end"), "Later nothing is seen"),
-            Wrong("another word", lambda run, healthy: "divergence", "return one of"),
+            Wrong("a fixed limit of noise", reading("a fixed limit"), "not with a fixed number"),
+            Wrong("an array", lambda run, healthy: run.loss, "return one of 'healthy'"),
+            Wrong("another word", lambda run, healthy: "divergence", "yours: 'divergence'"),
             Wrong("a value, not a function", "healthy", "without calling it"),
         ),
     ),
@@ -106,15 +147,36 @@ CASES = {
         (
             Wrong("one seed taken as proof", experimenting("", range(1)), "you ran one seed"),
             Wrong("two seeds", experimenting("", range(2)), "no idea of the spread"),
-            Wrong("conclusions from noise", experimenting("no spread"), "changes its sign"),
+            Wrong("conclusions from noise", experimenting("no spread"), "compared with its spread"),
             Wrong("unpaired", experimenting("unpaired"), "SAME seed"),
             Wrong("both remedies at once", experimenting("both at once"), "both remedies together"),
             Wrong("sign", experimenting("sign"), "LOWER with it"),
-            Wrong("too strict", experimenting("too strict"), "too strict"),
+            Wrong("too strict", experimenting("too strict"), "far beyond chance"),
+            Wrong("a fixed limit", experimenting("a fixed limit"), "divided by the root"),
+            Wrong("clipping never on", one_cell, "differ in clipping alone"),
             Wrong("no run at all", lambda train: {"warm-up": "helps", "clipping": "helps"},
                   "without a single run"),
             Wrong("one word", lambda train: "clipping", 'return {"warm-up"'),
             Wrong("a value, not a function", {"warm-up": "helps"}, "without calling it"),
+        ),
+    ),
+    "convergence/3": Cases(
+        repair_stub,
+        (
+            Wrong("the batch in one pass", repairing("small batch", micro_batch=16), "no more seq"),
+            Wrong("too little accumulation", repairing("small batch", accumulate=2),
+                  "accumulate 2"),
+            Wrong("half the rate", repairing("high learning rate", lr=0.15), "with lr 0.15"),
+            Wrong("clips instead", repairing("no warm-up", clip_norm=0.1), "change clip_norm"),
+            Wrong("another precision", repairing("schedule runs on", precision="fp32"),
+                  "fp16 only"),
+            Wrong("a lower scale", repairing("schedule runs on", loss_scale=2.0**16), "high again"),
+            Wrong("no restart", repairing("moments lost", resume_at=None), "must be complete"),
+            Wrong("both forms swapped", repairing("preprocessing", training_text="as it is",
+                  held_out_text="spaces marked"), "held_out_text 'spaces marked'"),
+            Wrong("nothing is changed", repairing("no warm-up", warmup=0), "comes back as"),
+            Wrong("a dictionary", lambda fault, setting: {"lr": 0.015}, "yours is dict"),
+            Wrong("a value, not a function", Setting(), "without calling it"),
         ),
     ),
 }  # fmt: skip

@@ -1,52 +1,54 @@
-"""The exercises of "Why doesn't it converge?": name six faults; judge two remedies over seeds."""
+"""The exercises of "Why doesn't it converge?": name six faults, repair them; judge two remedies."""
 
-import random
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import fields
 
-from ..broken_runs import FAULTS, Curves, Setting, broken, repaired, run_all
-from .exercise import Exercise, WrongAnswer
+from ..broken_runs import FAULTS, Curves, Setting, broken, repaired, run
+from ..diagnosis import diagnose
+from .convergence_remedies import grade_remedies
+from .exercise import Exercise, WrongAnswer, require_function
 
 NAMES = ("healthy", *FAULTS, "no clipping")
-VERDICTS = ("helps", "hurts", "not shown")
-REMEDIES = ("warm-up", "clipping")
 FRESH_SEED, REFERENCE_SEED = 2, 4  # the notebook shows others
+REFERENCE = Setting(seed=REFERENCE_SEED)
+SMALL = {"micro_batch": 3, "lr": 0.005}  # of a pair whose curves all jump more
 
 
 def grade_diagnosis(answer: Callable[[Curves, Curves], str]) -> None:
-    """Show the answer runs of seeds that it has not seen, healthy ones among them."""
-    _require_function(answer)
-    runs = fresh_runs()
-    for title, run in runs.items():
-        if title == "reference":
-            continue
-        truth, said = title.partition(":")[0], answer(run, runs["reference"])
-        if said not in NAMES:
+    """Show the answer runs of seeds that it has not seen, sound ones among them."""
+    require_function(answer)
+    for title, (setting, reference) in questions().items():
+        curves = run(setting)  # trained only now: an answer that stops early costs little
+        truth, said = title.partition(":")[0], answer(curves, run(reference))
+        if not isinstance(said, str) or said not in NAMES:
             raise WrongAnswer(f"return one of {', '.join(map(repr, NAMES))}; yours: {said!r}.")
         if said != truth:
-            raise WrongAnswer(_misread(title, said, run))
+            raise WrongAnswer(_misread(title, said, curves))
 
 
-@lru_cache(maxsize=1)
-def fresh_runs() -> dict[str, Curves]:
-    """One run of each fault, two sound ones, and a sound one to compare with: ten seconds."""
-    settings = {
-        "schedule runs on": broken("schedule runs on", FRESH_SEED),
-        "healthy": Setting(seed=FRESH_SEED),
-        "healthy: in fp16": repaired("schedule runs on", FRESH_SEED),
+def questions() -> dict[str, tuple[Setting, Setting]]:
+    """Runs to be named, each with a sound one to compare with; the notebook has the first."""
+    asked = {
+        "healthy: itself": (Setting(), Setting()),
+        "healthy: small in both": (Setting(seed=1, **SMALL), Setting(seed=3, **SMALL)),
+        "schedule runs on": (broken("schedule runs on", FRESH_SEED), REFERENCE),
+        "healthy": (Setting(seed=FRESH_SEED), REFERENCE),
+        "healthy: in fp16": (repaired("schedule runs on", FRESH_SEED), REFERENCE),
     }
-    for fault in FAULTS:
-        settings.setdefault(fault, broken(fault, FRESH_SEED))
-    settings["reference"] = Setting(seed=REFERENCE_SEED)
-    return run_all(settings)
+    return asked | {fault: (broken(fault, FRESH_SEED), REFERENCE) for fault in FAULTS}
 
 
 def _misread(title: str, said: str, run: Curves) -> str:
     """What the learner has overlooked in this run."""
     truth = title.partition(":")[0]
     told = f"a run of {truth!r} is called {said!r}. "
+    if title == "healthy: itself":
+        return told + "That is the healthy run of the notebook, compared with itself."
+    if title == "healthy: small in both":
+        return told + (
+            "Both logs are of runs with 3 sequences an update and a lower rate, so both jump more. "
+            "Compare with `healthy`, not with a fixed number."
+        )
     if title == "healthy: in fp16":
         return told + (
             "It skips updates while its loss scale falls. That is what fp16 does; the schedule "
@@ -87,112 +89,59 @@ def _misread(title: str, said: str, run: Curves) -> str:
     )
 
 
-@dataclass(frozen=True)
-class World:
-    """A made-up laboratory whose truth is known: each remedy lowers the loss by so much."""
-
-    warm_up: float
-    clipping: float
-    seed_spread: float  # how much seeds differ, whatever the remedies
-    chance: float  # what comes on top in each single run
-
-    def train(self, warm_up: bool, clipping: bool, seed: int) -> float:
-        """Held-out loss of a run: bits per byte."""
-        level = self.seed_spread * (random.Random(f"seed {seed}").random() - 0.5)
-        return 4 + level + self._part("w", self.warm_up, warm_up, seed) + self._part(
-            "c", self.clipping, clipping, seed
-        )  # fmt: skip
-
-    def _part(self, name: str, effect: float, used: bool, seed: int) -> float:
-        """What a remedy takes off, and its chance: seeds 2k and 2k + 1 have opposite luck."""
-        size = random.Random(f"{name} {seed // 2}").uniform(0.7, 1.3)
-        luck = self.chance * size * (1 if seed % 2 == 0 else -1)
-        return -(effect + luck) / 2 if used else (effect + luck) / 2
-
-    def truth(self) -> dict[str, str]:
-        """The verdict on each remedy."""
-        return {
-            name: "not shown" if effect == 0 else "helps" if effect > 0 else "hurts"
-            for name, effect in zip(REMEDIES, (self.warm_up, self.clipping))
-        }
+# What may be changed to repair a fault, and why the rest may not.
+MAY_CHANGE = {
+    "small batch": {"accumulate"},
+    "high learning rate": {"lr"},
+    "preprocessing": {"training_text", "held_out_text"},
+    "no warm-up": {"warmup"},
+    "moments lost": {"restored"},
+    "schedule runs on": {"schedule_counts"},
+}
+_STAYS = {
+    "micro_batch": "the memory holds no more sequences in one pass. Take more passes",
+    "precision": "the device is fast in fp16 only, and skips there are normal",
+    "loss_scale": "a scale can become too high again later, and the schedule would move again",
+    "resume_at": "each long run is stopped some time. The restart must be complete",
+    "clip_norm": "it is not the cause",
+    "lr": "the rate is not the cause, and a lower one only makes the damage smaller",
+}
 
 
-WORLDS = (
-    World(warm_up=0.3, clipping=0.0, seed_spread=0.2, chance=0.05),
-    World(warm_up=0.0, clipping=0.3, seed_spread=0.2, chance=0.05),
-    World(warm_up=0.0, clipping=0.0, seed_spread=0.2, chance=0.25),
-    World(warm_up=-0.3, clipping=0.3, seed_spread=0.2, chance=0.05),
-    World(warm_up=0.3, clipping=0.0, seed_spread=3.0, chance=0.05),
-)
+def grade_repair(answer: Callable[[str, Setting], Setting]) -> None:
+    """Let the answer repair each fault, and really train what it returns."""
+    require_function(answer)
+    for fault in FAULTS:
+        given = broken(fault, FRESH_SEED)
+        got = answer(fault, given)
+        if not isinstance(got, Setting):
+            raise WrongAnswer(
+                "return a Setting, made by replace(setting, …); yours is "
+                f"{type(got).__name__}: {got!r}."
+            )
+        _require_repair(fault, given, got)
 
 
-def grade_remedies(answer: Callable) -> None:
-    """Give the answer laboratories in which it is known which remedy helps."""
-    _require_function(answer)
-    for world in WORLDS:
-        asked: Counter = Counter()
-
-        def train(warm_up: bool, clipping: bool, seed: int, world=world, asked=asked) -> float:
-            asked[bool(warm_up), bool(clipping), seed] += 1
-            return world.train(bool(warm_up), bool(clipping), seed)
-
-        said = answer(train)
-        _check_form(said)
-        _check_plan(asked)
-        for remedy, truth in world.truth().items():
-            if said[remedy] != truth:
-                raise WrongAnswer(_misjudged(world, remedy, said[remedy], truth))
-
-
-def _require_function(answer: object) -> None:
-    if not callable(answer):
-        raise WrongAnswer("give the function itself: write its name without calling it.")
-
-
-def _check_form(said: object) -> None:
-    good = isinstance(said, dict) and set(said) == set(REMEDIES)
-    if not good or not all(value in VERDICTS for value in said.values()):
+def _require_repair(fault: str, given: Setting, got: Setting) -> None:
+    names = [field.name for field in fields(Setting)]
+    changed = {name for name in names if getattr(given, name) != getattr(got, name)}
+    if not changed:
+        raise WrongAnswer(f"the setting with {fault!r} comes back as it was.")
+    for name in names:
+        if name in changed - MAY_CHANGE[fault]:
+            why = _STAYS.get(name, "it is not the cause")
+            raise WrongAnswer(f"to repair {fault!r} you change {name}: {why}.")
+    try:
+        curves, sound = run(got), run(REFERENCE)
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise WrongAnswer(f"your setting for {fault!r} can't be trained: {error}") from error
+    said = diagnose(curves, sound)
+    if said != "healthy" or not curves.final < sound.final + 0.25:
+        new = ", ".join(f"{name} {getattr(got, name)!r}" for name in sorted(changed))
         raise WrongAnswer(
-            'return {"warm-up": …, "clipping": …}, each "helps", "hurts" or "not shown"; '
-            f"yours: {said!r}."
+            f"your repair of {fault!r}, with {new}, ends at {curves.final:.1f} bits per byte "
+            f"(a sound run at {sound.final:.1f}), and its log reads {said!r}."
         )
-
-
-def _check_plan(asked: Counter) -> None:
-    """Judge the experiment itself: cells, seeds, repetitions."""
-    if not asked:
-        raise WrongAnswer("you concluded without a single run: call train(warm_up, clipping, seed)")
-    seeds = {seed for _, _, seed in asked}
-    if len(seeds) == 1:
-        raise WrongAnswer(
-            "you ran one seed. What it shows may be chance, and the same seed again only repeats "
-            "it. Use several."
-        )
-    if len(seeds) < 4:
-        raise WrongAnswer(f"{len(seeds)} seeds give no idea of the spread. Use at least 4.")
-    cells = {(warm_up, clipping) for warm_up, clipping, _ in asked}
-    if cells <= {(True, True), (False, False)}:
-        raise WrongAnswer(
-            "you always change both remedies together, so you can't tell which one worked. Run "
-            "also the cells with one of them."
-        )
-
-
-def _misjudged(world: World, remedy: str, said: str, truth: str) -> str:
-    where = f"in a laboratory where {remedy} {'has no effect' if truth == 'not shown' else truth}"
-    if {said, truth} == {"helps", "hurts"}:
-        return f"{where}, you say {said!r}. A remedy helps if the loss is LOWER with it."
-    if truth == "not shown":
-        return (
-            f"{where}, you say {said!r}. The difference changes its sign from seed to seed: its "
-            "mean must be compared with its spread, divided by the root of the number of seeds."
-        )
-    if world.seed_spread > 1:
-        return (
-            f"{where}, you say {said!r}. Seeds differ much from each other here. Take the "
-            "difference for the SAME seed first; then the seed's own level drops out."
-        )
-    return f"{where} by 0.3 bits per byte with every seed, you say {said!r}: a limit too strict."
 
 
 EXERCISES = (
@@ -230,5 +179,19 @@ EXERCISES = (
         ),
         solution="course_lib.classroom.diagnosis:judge_remedies",
         grade=grade_remedies,
+    ),
+    Exercise(
+        name="convergence/3",
+        title="repair six runs",
+        difficulty=1,
+        minutes=10,
+        hints=(
+            "dataclasses.replace(setting, lr=0.015) gives a copy with one other value. Which value "
+            "of the setting is the cause of each fault?",
+            "The healthy values are the defaults of Setting: Setting().lr, for example. A small "
+            "batch is the exception: micro_batch × accumulate must be 16 sequences.",
+        ),
+        solution="course_lib.classroom.diagnosis:repair",
+        grade=grade_repair,
     ),
 )
