@@ -314,22 +314,22 @@ CASES = {
             Wrong(
                 "a text for its place",
                 otherwise_written(lambda texts, kind, of: (kind, of if of is None else texts[of])),
-                "each verdict is",
+                "one of yours is ('exact', '",
             ),
             Wrong(
                 "the place as text",
                 otherwise_written(lambda texts, kind, of: (kind, of if of is None else str(of))),
-                "each verdict is",
+                "one of yours is ('exact', '0')",
             ),
             Wrong(
                 "the pair turned round",
                 otherwise_written(lambda texts, kind, of: (of, kind)),
-                "each verdict is",
+                "one of yours is (None, 'new')",
             ),
             Wrong(
                 "another word",
                 otherwise_written(lambda texts, kind, of: (kind.upper(), of)),
-                "one of yours",
+                "one of yours is ('NEW'",
             ),
             Wrong("compared with itself", with_itself, "It is compared with itself"),
             Wrong("texts returned", kept_texts, "each verdict is"),
