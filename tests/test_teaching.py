@@ -5,12 +5,14 @@ import linecache
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import FrozenInstanceError, dataclass
 
 import pytest
 
 import course_lib.classroom as classroom
 from course_lib import training
 from course_lib.classroom import expect_failure, figures, journal, predict, progress, show, syllabus
+from course_lib.classroom.learner import learners_line
 from course_lib.classroom.teaching import tidy
 
 
@@ -499,3 +501,21 @@ def _lab(colour, matrix):
     )
     x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in xyz)
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def test_exit_in_a_prediction_does_not_leave_the_notebook(capsys):
+    def answer(n):
+        raise SystemExit(3)
+
+    assert not predict("topic/x", answer, at=[2])
+    assert "Your function raised SystemExit" in capsys.readouterr().out
+
+
+def test_a_frozen_dataclass_shows_the_line_that_changed_it():
+    @dataclass(frozen=True)
+    class Frozen:
+        size: int = 1
+
+    with pytest.raises(FrozenInstanceError) as error:
+        Frozen().size = 2
+    assert "Frozen().size = 2" in learners_line(error.value)
