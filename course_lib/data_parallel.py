@@ -110,7 +110,8 @@ class Bucket:
 
     def __str__(self) -> str:
         ends = self.names[0] if len(self.names) == 1 else f"{self.names[0]} … {self.names[-1]}"
-        return f"{self.payload_bytes / 1e6:.2f} MB, {len(self.names)} gradients: {ends}"
+        count = f"{len(self.names)} gradient{'s' * (len(self.names) > 1)}"
+        return f"{self.payload_bytes / 1e6:.2f} MB, {count}: {ends}"
 
 
 def plan_buckets(
@@ -199,12 +200,18 @@ class Buckets:
             collectives.all_reduce(self.flats[index], self.mesh.group(axis), "gradients").wait()
 
     def require(self, records: Records) -> None:
-        """Raise ValueError unless the plan holds exactly these parameters."""
-        planned = {name for bucket in self.plan for name in bucket.names}
-        if wrong := planned ^ {record.name for record in records}:
+        """Raise ValueError unless the buckets hold exactly these parameters."""
+        planned = {
+            id(parameter): name
+            for bucket, members in zip(self.plan, self.members)
+            for name, (parameter, _) in zip(bucket.names, members)
+        }
+        given = {id(record.parameter): record.name for record in records}
+        if wrong := planned.keys() ^ given.keys():
+            names = sorted({(planned | given)[key] for key in wrong})
             raise ValueError(
-                f"{sorted(wrong)} changed between frozen and trainable after the buckets were "
-                "planned; freeze before data_parallelize, or call it again on all ranks"
+                f"{names} were frozen, thawed or replaced after the buckets were planned; do so "
+                "before data_parallelize, or build the model and its buckets again on all ranks"
             )
 
 

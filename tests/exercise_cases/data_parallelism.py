@@ -1,5 +1,7 @@
 """Answers to the exercises of "Data parallelism"."""
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
@@ -47,6 +49,8 @@ def in_buckets(model, micro_batches, tokens, bucket_bytes, mesh, mistake=""):
 
 def summed(model, group, bucket_bytes, mistake=""):
     parameters = [p for p in reversed(list(model.parameters())) if p.requires_grad]
+    if mistake == "order of forward":
+        parameters.reverse()
     if mistake == "frozen too":
         parameters = list(model.parameters())
     if mistake == "unused left out":
@@ -56,12 +60,16 @@ def summed(model, group, bucket_bytes, mistake=""):
             p.grad = torch.zeros_like(p)
     filling = []
     for p in parameters:
+        if mistake == "one bucket of two" and len(filling) == 2:
+            send(filling, group, "")
+            filling, mistake = [], "one each"
         full = sum(q.grad.nbytes for q in (*filling, p)) > bucket_bytes
         if filling and (full or mistake == "one each") and mistake != "one for all":
             send(filling, group, mistake)
             filling = []
         filling.append(p)
-    send(filling, group, mistake)
+    if mistake != "forgets the last":
+        send(filling, group, mistake)
 
 
 def send(bucket, group, mistake):
@@ -82,6 +90,27 @@ def with_mistake(mistake):
         return in_buckets(model, micro_batches, tokens, bucket_bytes, mesh, mistake)
 
     return answer
+
+
+def changes_weights(model, micro_batches, tokens, bucket_bytes, mesh):
+    in_buckets(model, micro_batches, tokens, bucket_bytes, mesh)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.sub_(0.1 * (0 if p.grad is None else p.grad))
+
+
+def empties_its_list(model, micro_batches, tokens, bucket_bytes, mesh):
+    in_buckets(model, micro_batches, tokens, bucket_bytes, mesh)
+    micro_batches.clear()
+
+
+def does_nothing(model, micro_batches, tokens, bucket_bytes, mesh):
+    pass
+
+
+def never_ends(model, micro_batches, tokens, bucket_bytes, mesh):
+    while True:
+        pass
 
 
 def sends_unlike_sizes(model, micro_batches, tokens, bucket_bytes, mesh):
@@ -140,6 +169,25 @@ def repeats_the_last(steps, mesh, blank):
         yield last
 
 
+def changes_blank(steps, mesh, blank):
+    for own in keep_in_step(steps, mesh, blank):
+        if not sum(batch.valid for batch in own):
+            blank.labels.fill_(-100)
+            own = [blank]
+        yield own
+
+
+def only_labels(steps, mesh, blank):
+    for own in keep_in_step(steps, mesh, blank):
+        unused = own[0].samples is blank.samples
+        yield [replace(own[0], valid=blank.valid)] if unused else own
+
+
+def yields_nothing(steps, mesh, blank):
+    for own in keep_in_step(steps, mesh, blank):
+        yield [] if own[0].samples is blank.samples else own
+
+
 def returns_nothing(steps, mesh, blank):
     list(keep_in_step(steps, mesh, blank))
 
@@ -172,6 +220,13 @@ CASES = {
             Wrong("one message each", with_mistake("one each"), "one message a parameter"),
             Wrong("does not count", with_mistake("torch's own"), "no message was counted"),
             Wrong("unlike sizes without check", sends_unlike_sizes, "the ranks call different"),
+            Wrong("order of forward", with_mistake("order of forward"), "The first parameters of"),
+            Wrong("nearly one each", with_mistake("one bucket of two"), "bytes need"),
+            Wrong("forgets the last", with_mistake("forgets the last"), "bucket never sent"),
+            Wrong("changes the weights", changes_weights, "changes the weights"),
+            Wrong("empties its list", empties_its_list, "changes the list"),
+            Wrong("does nothing", does_nothing, "no parameter has a gradient"),
+            Wrong("never ends", never_ends, "Does a loop never end?"),
             Wrong("gives no function", 3, "give the function itself"),
         ),
     ),
@@ -184,6 +239,9 @@ CASES = {
             Wrong("drops the tail", drops_the_tail, "is never used"),
             Wrong("blank keeps its targets", keeps_targets, "uses `blank` with its targets"),
             Wrong("repeats its last batch", repeats_the_last, "repeats a batch"),
+            Wrong("changes blank", changes_blank, "your function changes `blank`"),
+            Wrong("only the labels", only_labels, "but `valid` says"),
+            Wrong("yields an empty list", yields_nothing, "yields an empty list"),
             Wrong("is no generator", returns_nothing, "your function returned NoneType"),
             Wrong("yields a batch", yields_a_batch, "you yield Batch"),
             Wrong("one step too many", one_step_more, "at last no rank has a batch"),

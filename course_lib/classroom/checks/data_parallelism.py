@@ -5,44 +5,26 @@ different collectives are named at once. A rank that never comes is named after 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate as accumulate_sums
 
 import torch
 from torch import Tensor
 
-from course_lib.collectives import all_reduce, check_agreement, count_traffic
+from course_lib.collectives import check_agreement, count_traffic
 from course_lib.data import Batch
 from course_lib.data_parallel import Buckets, plan_buckets
 from course_lib.mesh import Mesh, make_mesh
 from course_lib.model import ModelConfig, ParameterSpec, build, declare
 from course_lib.oracle import random_batch, split
 from course_lib.parameters import build_records
-from course_lib.training import IGNORE, accumulate
+from course_lib.training import accumulate
 
-from ..launch import RankError, RankTimeout
-from ..teaching import tidy
-from .exercise import Exercise, WrongAnswer, on_ranks
+from .collectives_ranks import run_together
+from .data_parallelism_steps import grade_keep_in_step
+from .exercise import Exercise, WrongAnswer
 
-HANG_S = 7.0
 SHAPE = ModelConfig(layers=2, width=12, heads=2, vocab=17, context=6)
-
-
-def _run(answer: Callable, ranks: int, one_rank: Callable, *arguments, disagree: str, hang: str):
-    """Run on ranks; turn a disagreement or a hang into words, with what the ranks did."""
-    if not callable(answer):
-        raise WrongAnswer("give the function itself: write its name without calling it.")
-    try:
-        return on_ranks(one_rank, ranks, answer, *arguments, timeout_s=HANG_S).values
-    except RankTimeout as error:
-        raise WrongAnswer(f"{hang}\n{tidy(str(error))}") from error
-    except RankError as error:
-        # gloo ends a process that gets another size than it expects: then there is no type.
-        if error.type_name in ("DisagreementError", "CollectiveError", None):
-            raise WrongAnswer(f"{disagree}\n{tidy(str(error))}") from error
-        if error.type_name == "NotStepsError":
-            raise WrongAnswer(f"{error.message}: yield lists of micro-batches.") from error
-        raise
-
 
 # ---------------------------------------------------------------------------- sums in buckets
 
@@ -70,15 +52,16 @@ class Summed:
 
     gradients: dict[str, Tensor | None]
     sent: list[int]
+    changed: str  # what the answer should have left alone
 
 
 def grade_backward_in_buckets(answer: Callable) -> None:
     """Two ranks with uneven masks; one parameter is frozen, one is used by rank 0 only."""
-    found = _run(
-        answer, RANKS, _summed, hang=_WAITS_FOR_FEWER, disagree=_LEFT_OUT
-    )  # fmt: skip
+    found = run_together(answer, _summed, RANKS, hang=_WAITS_FOR_FEWER, disagree=_LEFT_OUT)
     local = [_local_gradients(rank) for rank in range(RANKS)]  # [rank][micro-batch][name]
     for rank, got in enumerate(found):
+        if got.changed:
+            raise WrongAnswer(f"your function changes {got.changed}. It only fills `.grad`.")
         _require_sums(got.gradients, local, rank)
     _require_few_messages(found[0].sent, local)
 
@@ -88,10 +71,14 @@ def _summed(answer: Callable) -> Summed:
     mesh = make_mesh({"dp": RANKS})
     batch, model = _batch(), _model(mesh.rank("dp"))
     own = split(batch, RANKS, MICRO_BATCHES)[mesh.rank("dp")]
+    given, weights = list(own), [p.detach().clone() for p in model.parameters()]
     with check_agreement(), count_traffic() as traffic:
-        answer(model, own, batch.valid, BUCKET_BYTES, mesh)
+        answer(model, given, batch.valid, BUCKET_BYTES, mesh)
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    return Summed(gradients, [call.payload_bytes for call in traffic.calls])
+    changed = "" if [id(b) for b in given] == [id(b) for b in own] else "the list `micro_batches`"
+    if not all(torch.equal(p, before) for p, before in zip(model.parameters(), weights)):
+        changed = "the weights"
+    return Summed(gradients, [call.payload_bytes for call in traffic.calls], changed)
 
 
 def _batch() -> Batch:
@@ -127,8 +114,13 @@ def _local_gradients(rank: int) -> list[dict[str, Tensor]]:
 def _require_sums(got: dict, local: list, rank: int) -> None:
     names = list(local[0][0])
     missing = [name for name in names if got[name] is None]
+    if missing == names:
+        raise WrongAnswer(
+            "no parameter has a gradient. Did you call `backward` for each micro-batch? Gradients "
+            "belong into `.grad`."
+        )
     if missing:
-        raise WrongAnswer(f"on rank {rank}, {', '.join(missing)} has no gradient (None). {_ZEROS}")
+        raise WrongAnswer(f"on rank {rank}, {_few(missing)}: no gradient (None). {_ZEROS}")
     want = {name: sum(part[name] for parts in local for part in parts) for name in names}
     wrong = [name for name in names if not _close(got[name], want[name])]
     if not wrong:
@@ -136,12 +128,32 @@ def _require_sums(got: dict, local: list, rank: int) -> None:
     for words, candidate in _sum_mistakes(local, rank):
         if all(_close(got[name], candidate[name]) for name in names):
             raise WrongAnswer(words)
-    ratio = (got[wrong[0]] * want[wrong[0]]).sum() / want[wrong[0]].square().sum()
-    raise WrongAnswer(
-        f"on rank {rank}, {len(wrong)} of {len(names)} gradients are wrong; the first is "
-        f"{wrong[0]}, {ratio:.3f} x the right one. Do the pieces of a bucket go back to the "
-        "gradients that they came from, in the same order?"
+    told = f"on rank {rank}, {len(wrong)} of {len(names)} gradients are wrong: {_few(wrong)}. "
+    raise WrongAnswer(told + _why_wrong(got, want, wrong, local, rank))
+
+
+def _why_wrong(got: dict, want: dict, wrong: list[str], local: list, rank: int) -> str:
+    """Say what the wrong gradients hold."""
+    if unlike := [name for name in wrong if got[name].shape != want[name].shape]:
+        return f"{unlike[0]} has not the shape of its parameter: use `view_as`."
+    if all(_close(got[name], sum(part[name] for part in local[rank])) for name in wrong):
+        return (
+            "They still hold this rank's own part. Was their bucket never sent, for example the "
+            "last one, which is not full?"
+        )
+    if all(not got[name].any() for name in wrong):
+        return "They are zero. Are the sums copied back into them?"
+    ratios = [float((got[n] * want[n]).sum() / want[n].square().sum()) for n in wrong]
+    if all(_close(got[name], want[name] * ratios[0]) for name in wrong):
+        return f"They are {ratios[0]:.3g} x the right ones. What treats these unlike the others?"
+    return (
+        f"{wrong[0]} is {ratios[0]:.3f} x the right one, the others differ too. Do the pieces of "
+        "a bucket go back to the gradients that they came from, in the same order?"
     )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:2]) + (f" … {names[-1]}" if len(names) > 2 else "")
 
 
 def _close(got: Tensor, want: Tensor) -> bool:
@@ -222,12 +234,39 @@ def _require_few_messages(sent: list[int], local: list) -> None:
             f"{counted}That is one message a parameter; each costs a latency. Fill buckets of up "
             f"to {BUCKET_BYTES:,} bytes."
         )
+    sizes = list(gradients.values())
+    if _cut(sizes, sent) and not _cut(sizes[::-1], sent):
+        raise WrongAnswer(
+            f"{counted}The first parameters of the model travel first. Backward makes their "
+            "gradients last: begin with the last parameters."
+        )
+    enough = _buckets_needed(sizes[::-1])
+    if len(sent) > enough + 2:  # another order of the parameters may need a few more
+        raise WrongAnswer(
+            f"{counted}Buckets of up to {BUCKET_BYTES:,} bytes need {enough}: close a bucket only "
+            "before a gradient that would make it larger."
+        )
     too_large = [size for size in sent if size > max(BUCKET_BYTES, *gradients.values())]
     if too_large:
         raise WrongAnswer(
             f"{counted}One message has {max(too_large):,} bytes, more than bucket_bytes = "
             f"{BUCKET_BYTES:,}. Close a bucket before a gradient that would make it larger."
         )
+
+
+def _cut(sizes: list[int], sent: list[int]) -> bool:
+    """Whether the messages hold gradients of these sizes, in this order."""
+    ends = set(accumulate_sums(sizes))
+    return set(accumulate_sums(sent)) <= ends
+
+
+def _buckets_needed(sizes: list[int]) -> int:
+    count, filled = 0, BUCKET_BYTES
+    for size in sizes:
+        if filled + size > BUCKET_BYTES:
+            count, filled = count + 1, 0
+        filled += size
+    return count
 
 
 _ZEROS = "A trainable parameter that a rank did not use counts as zeros there."
@@ -239,117 +278,6 @@ _LEFT_OUT = (
 _WAITS_FOR_FEWER = (
     "it hangs: one rank waits for a message that another never sends. Do all ranks send equally "
     f"many buckets? One parameter is used by rank 0 only. {_ZEROS}"
-)
-
-# -------------------------------------------------------------------------- uneven batches
-
-MASKED = (1, 1)  # rank and step of a batch without any target
-COUNTS = ((2, 4, 1), (0, 2))  # steps that each rank has, in two runs
-BLANK = 9  # a step that no rank has
-
-
-def grade_keep_in_step(answer: Callable) -> None:
-    """Loop over the answer on ranks with different numbers of steps; one batch has no target."""
-    for counts in COUNTS:
-        steps = [[_micro_batches(r, s) for s in range(n)] for r, n in enumerate(counts)]
-        found = _run(
-            answer, len(counts), _looped, steps, hang=_some_left, disagree=_NOT_ALIKE
-        )  # fmt: skip
-        _require_all_used(found, steps)
-        _require_blanks(found, steps)
-
-
-def _micro_batches(rank: int, step: int) -> list[Batch]:
-    """One micro-batch that can be told from all others by its sample number."""
-    batch = replace(
-        random_batch(SHAPE, 1, step, seed=rank), samples=torch.tensor([10 * rank + step])
-    )
-    if (rank, step) == MASKED:
-        batch = replace(batch, labels=torch.full_like(batch.labels, IGNORE), valid=0)
-    return [batch]
-
-
-def _looped(answer: Callable, steps: list) -> list[tuple[list[int], int, int]]:
-    """One rank's training loop: of each step its samples, its tokens and those of all ranks."""
-    mesh = make_mesh({"dp": len(steps)})
-    blank, log = _micro_batches(mesh.rank("dp"), BLANK)[0], []
-    with check_agreement():
-        for own in _lists(answer(iter(steps[mesh.rank("dp")]), mesh, blank)):
-            counts = [int((b.labels != IGNORE).sum()) for b in own]
-            tokens = all_reduce(torch.tensor(sum(counts)), mesh.group("dp"), "token count").wait()
-            log.append(([int(b.samples[0]) for b in own], sum(counts), int(tokens)))
-            if len(log) > 2 * max(map(len, steps)):
-                break
-    return log
-
-
-def _lists(made) -> Iterator[list[Batch]]:
-    """What the answer yields, as long as it has the right form."""
-    if not hasattr(made, "__iter__"):
-        raise NotStepsError(f"your function returned {type(made).__name__}")
-    for own in made:
-        if not isinstance(own, (list, tuple)) or not all(isinstance(b, Batch) for b in own):
-            raise NotStepsError(f"you yield {type(own).__name__}")
-        yield own
-
-
-class NotStepsError(TypeError):
-    """The answer is no generator of lists of micro-batches."""
-
-
-def _require_all_used(found: list, steps: list) -> None:
-    longest = max(map(len, steps))
-    told = f"with {_listed([len(own) for own in steps])} batches on the ranks, "
-    for rank, (log, own) in enumerate(zip(found, steps)):
-        used = [sample for samples, _, _ in log for sample in samples]
-        lost = [step for step in range(len(own)) if 10 * rank + step not in used]
-        if lost == [MASKED[1]] and rank == MASKED[0]:
-            raise WrongAnswer(
-                f"{told}rank {rank} skips its batch {lost[0]}, which has no targets. No other rank "
-                "knows: from there on, rank batches are combined that do not belong together, or "
-                "ranks wait for each other. Train on it: it adds zero."
-            )
-        if lost:
-            raise WrongAnswer(
-                f"{told}the loop ends after {len(log)} steps; batch {lost[0]} of rank {rank} is "
-                "never used. Go on while ANY rank has a batch."
-            )
-        if len(log) > longest:
-            raise WrongAnswer(
-                f"{told}the loop takes more than {longest} steps: at last no rank has a batch. "
-                "Stop when none has one."
-            )
-
-
-def _require_blanks(found: list, steps: list) -> None:
-    for rank, (log, own) in enumerate(zip(found, steps)):
-        for step, (samples, valid, tokens) in enumerate(log):
-            right = sum(b.valid for others in steps for b in (others[step:] or [[]])[0])
-            if step >= len(own) and valid:
-                again = "uses `blank` with its targets" if samples[0] % 10 == BLANK else (
-                    "repeats a batch"
-                )  # fmt: skip
-                raise WrongAnswer(
-                    f"rank {rank} has no batch left at step {step} and {again}: the step has "
-                    f"{tokens} targets, not {right}, so the tail gets a wrong weight. Take the "
-                    "targets out: `without_targets(blank)`."
-                )
-            if step < len(own) and samples != [int(b.samples[0]) for b in own[step]]:
-                raise WrongAnswer(f"at step {step}, rank {rank} does not use its own next batch.")
-
-
-def _listed(counts: Sequence[int]) -> str:
-    return ", ".join(map(str, counts[:-1])) + f" and {counts[-1]}"
-
-
-_some_left = (
-    "it hangs: a rank without batches leaves the loop, and the others wait for it. What a rank "
-    "finds alone, the others do not know: before each step, ask `agree(I still have one, mesh)`."
-)
-_NOT_ALIKE = (
-    "the ranks are not at the same place of the loop: some take a step while others ask whether to "
-    "go on, or leave. Every rank must ask equally often, once before each step, also a rank whose "
-    "batch has no targets."
 )
 
 EXERCISES = (
