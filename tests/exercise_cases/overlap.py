@@ -14,7 +14,7 @@ def hooks_stub(layers, launch):
 
 
 def sending(mistake, layers, launch):
-    missing, handles = [len(layer) for layer in layers], {}
+    missing, handles, old = [len(layer) for layer in layers], {}, []
 
     def complete(index):
         if mistake == "never the first layer" and index == 0:
@@ -45,6 +45,9 @@ def sending(mistake, layers, launch):
 
     for index, layer in enumerate(layers if mistake != "after backward" else []):
         for parameter in layer:
+            if mistake == "only weights":
+                layer[0].register_post_accumulate_grad_hook(lambda _, index=index: complete(index))
+                break
             if mistake == "before .grad is set":
                 parameter.register_hook(partial(arrived, index))
             else:
@@ -53,13 +56,16 @@ def sending(mistake, layers, launch):
     def finish():
         if mistake == "after backward":
             handles.update((i, launch(i)) for i in reversed(range(len(layers))))
-        for handle in handles.values():
-            if mistake != "never waits":
+        for handle in [*handles.values(), *old]:
+            one_of_two = mistake == "rank 1 never waits" and dist.get_rank() == 1
+            if mistake != "never waits" and not one_of_two:
                 handle.wait()
             if mistake == "averages" and handle is list(handles.values())[-1]:
                 for layer in layers:
                     for parameter in layer:
                         parameter.grad /= dist.get_world_size()
+        if mistake == "keeps old handles":
+            old.extend(handles.values())
         if mistake != "counts once":
             handles.clear()
             missing[:] = [len(layer) for layer in layers]
@@ -143,6 +149,9 @@ CASES = {
             Wrong("never the first layer", sent("never the first layer"), "is never sent"),
             Wrong("twice", sent("twice"), "more than once"),
             Wrong("counts once", sent("counts once"), "first step was right"),
+            Wrong("rank 1 never waits", sent("rank 1 never waits"), "on rank 1, nobody waits"),
+            Wrong("only weights", sent("only weights"), "is sent before all its"),
+            Wrong("keeps old handles", sent("keeps old handles"), "waits for more handles"),
             Wrong("averages", sent("averages"), "0.5 × the sum over ranks"),
             Wrong("returns nothing", sent("returns nothing"), "yours returned nothing"),
             Wrong("returns handles", sent("handles, not finish"), "yours returned dict"),

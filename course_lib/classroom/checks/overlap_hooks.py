@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from course_lib.collectives import Handle, all_reduce, check_agreement
 
-from ..launch import RankError, RankTimeout
-from ..teaching import tidy
-from .exercise import WrongAnswer, on_ranks
+from .collectives_ranks import run_together
+from .exercise import WrongAnswer
 
 LAYERS, RANKS, STEPS = 4, 2, 2
 Layers = Sequence[Sequence[nn.Parameter]]
@@ -51,27 +50,22 @@ def send_in_backward(layers: Layers, launch: Callable[[int], Handle]) -> Callabl
 
 def grade_hooks(answer: Callable) -> None:
     """Train a small model for two steps on two ranks, and read the log of events."""
-    if not callable(answer):
-        raise WrongAnswer("give the function itself: write its name without calling it.")
-    try:
-        found = on_ranks(_watched_steps, RANKS, answer, timeout_s=6).values[0]
-    except RankTimeout as error:
-        told = f"the ranks wait for each other. {_SAME_ORDER}\n{tidy(str(error))}"
-        raise WrongAnswer(told) from error
-    except RankError as error:
-        if error.type_name in ("DisagreementError", "CollectiveError"):
-            raise WrongAnswer(f"{_SAME_ORDER}\n{tidy(error.message)}") from error
-        raise
-    if isinstance(found, str):
-        raise WrongAnswer(found)
-    for step, (events, ratio) in enumerate(found):
-        if fault := _fault(events, step) or _wrong_sum(ratio):
-            raise WrongAnswer(fault)
+    by_rank = run_together(
+        answer, _watched_steps, RANKS, hang=f"the ranks wait for each other. {_SAME_ORDER}",
+        disagree=_SAME_ORDER,
+    )  # fmt: skip
+    for rank, found in enumerate(by_rank):
+        where = f"on rank {rank}, " if rank else ""  # most mistakes are made on all
+        if isinstance(found, str):
+            raise WrongAnswer(where + found)
+        for step, (events, ratio) in enumerate(found):
+            if fault := _fault(events, step) or _wrong_sum(ratio):
+                raise WrongAnswer(where + fault)
 
 
 def _watched_steps(answer: Callable) -> list[tuple[list, float]] | str:
     """One rank's part: for each step its events, and the ratio of a gradient to the right one."""
-    model = nn.Sequential(*(nn.Linear(3 + n, 4 + n, dtype=torch.float64) for n in range(LAYERS)))
+    model = nn.Sequential(*(_Layer(3 + n, bias_first=n % 2 == 1) for n in range(LAYERS)))
     inputs = [[_input(step, rank) for rank in range(RANKS)] for step in range(STEPS)]
     wanted = [_summed(model, every) for every in inputs]  # before there are any hooks
     layers = [list(layer.parameters()) for layer in model]
@@ -94,6 +88,27 @@ def _watched_steps(answer: Callable) -> list[tuple[list, float]] | str:
             )
         own = [every[dist.get_rank()] for every in inputs]
         return [_step(model, events, finish, x, want) for x, want in zip(own, wanted)]
+
+
+class _Layer(nn.Module):
+    """A linear layer of two kinds: backward makes the bias' gradient before the weight's, or after.
+
+    So it does not help to guess which of a layer's gradients is the last one.
+    """
+
+    def __init__(self, width: int, bias_first: bool):
+        super().__init__()
+        self.bias_first = bias_first
+        self.weight = nn.Parameter(torch.empty(width + 1, width, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.empty(width + (not bias_first), dtype=torch.float64))
+        for number, parameter in enumerate(self.parameters()):
+            nn.init.uniform_(parameter, 0.1, 0.5, torch.Generator().manual_seed(width + number))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """bias_first: the bias is added to what comes in, so its gradient is made last."""
+        if self.bias_first:
+            return nn.functional.linear(x + self.bias, self.weight)
+        return nn.functional.linear(x, self.weight) + self.bias
 
 
 def _input(step: int, rank: int) -> Tensor:
@@ -211,6 +226,8 @@ def _not_waited(events: list, again: str) -> str:
             f"nobody waits for layer {absent[0]}: the optimizer would read a gradient that is "
             f"still on its way. finish must wait for every handle.{again}"
         )
+    if sum(kind == "wait" for kind, _ in events) > LAYERS:
+        return f"finish waits for more handles than the {LAYERS} of this step.{again}"
     return ""
 
 

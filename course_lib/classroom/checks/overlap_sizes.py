@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from course_lib.collectives import Link, time_of
 from course_lib.overlap import schedule
 
+from .collectives_ranks import plain_number
 from .exercise import WrongAnswer
 
 TOLERANCE = 1.1  # × the least time that any pair of sizes leaves exposed
@@ -62,13 +63,13 @@ def _asked(case: Case) -> tuple:
 
 
 def _two_numbers(given) -> tuple[float, float]:
-    numbers = isinstance(given, (tuple, list)) and len(given) == 2
-    if not numbers or not all(isinstance(n, (int, float)) and n > 0 for n in given):
+    numbers = [plain_number(n) for n in given] if isinstance(given, (tuple, list)) else []
+    if len(numbers) != 2 or not all(n is not None and n > 0 for n in numbers):
         raise WrongAnswer(
             "return two positive numbers, (first_bytes, bucket_bytes); yours returned "
             f"{'nothing' if given is None else repr(given)}."
         )
-    return tuple(given)
+    return numbers[0], numbers[1]
 
 
 def _diagnose(case: Case, first: float, size: float, best: float) -> str:
