@@ -78,16 +78,20 @@ class Overlap:
     def watch(self, micro_batches: Iterable[Batch], count: int) -> Iterator[Batch]:
         """Pass on a step's micro-batches; buckets are sent in the backward pass of the last."""
         if self._handles:
-            raise RuntimeError("buckets of the last step are still on their way: reduce them first")
+            raise RuntimeError(
+                "buckets of the last step are still on their way: reduce them first. If its "
+                "backward pass failed, call reduce on all ranks, which clears them"
+            )
         self._begin()
-        for number, batch in enumerate(micro_batches, 1):
-            self._sending = number == count
-            yield batch
-        self._sending = False
+        try:
+            for number, batch in enumerate(micro_batches, 1):
+                self._sending = number == count
+                yield batch
+        finally:  # also where the caller leaves its loop early
+            self._sending = False
 
     def reduce(self, records: Records, mesh: Mesh) -> None:
         """Send what backward did not complete (unused parameters), and wait for all, in order."""
-        self.buckets.require(records)
         while len(self._handles) < len(self.buckets.plan):
             self._launch()
         handles, self._handles = self._handles, []
@@ -97,6 +101,7 @@ class Overlap:
             for transfer in traffic.transfers[:1]:
                 self.times[index].started_s = transfer.started_s
                 self.times[index].finished_s = transfer.finished_s
+        self.buckets.require(records)  # only now: nothing is left on its way where it raises
 
     def _begin(self) -> None:
         self.times = [BucketTimes() for _ in self.buckets.plan]  # of this step, or the last one

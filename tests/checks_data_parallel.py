@@ -420,7 +420,69 @@ def check_thawed_parameter_is_refused(mesh: Mesh) -> None:
         state.records[0].parameter.requires_grad_(False)
         message = records.failure(training_step, state, own_batches(mesh, 0), 0.1, 0.0, "fp64")
         assert "embedding.weight" in message, message
-        assert "changed between frozen and trainable" in message, message
+        assert "frozen, thawed or replaced" in message, message
+
+
+def check_replaced_parameter_is_refused(mesh: Mesh) -> None:
+    """Buckets know parameters, not names: another one of the same name is not summed silently."""
+    for parallel in ({"overlap": False}, {"overlap": True}):
+        state = made(mesh, **parallel)
+        state.model.norm.weight = nn.Parameter(state.model.norm.weight.detach().clone())
+        state.records = build_records(state.model, mesh)
+        message = records.failure(training_step, state, own_batches(mesh, 0), 0.1, 0.0, "fp64")
+        assert "['norm.weight'] were frozen, thawed or replaced" in message, message
+
+
+def check_after_a_failed_backward(mesh: Mesh) -> None:
+    """Buckets that were sent before a failure are cleared by `reduce`; then steps go on."""
+    state, hooks = overlapped(mesh)
+    batches = own_batches(mesh, 0, accumulation=1)
+
+    def fail(_):
+        raise RuntimeError("in backward")
+
+    failing = state.model.blocks[0].attention.query.weight.register_hook(fail)
+    message = records.failure(training_step, state, batches, 0.1, 0.0, "fp64")
+    assert "in backward" in message, message
+    failing.remove()
+    message = records.failure(training_step, state, batches, 0.1, 0.0, "fp64")
+    assert "call reduce on all ranks" in message, message
+    hooks.reduce(state.records, mesh)
+    assert training_step(state, batches, 0.1, 0.0, "fp64").applied
+    assert_replicas_agree(state.records, mesh)
+
+
+def check_a_loop_left_early(mesh: Mesh) -> None:
+    """After a `break` behind the last micro-batch, a backward pass outside a step sends nothing."""
+    state, hooks = overlapped(mesh)
+    (batch,) = own_batches(mesh, 0, accumulation=1)
+
+    def backward() -> None:
+        state.model(**batch.inputs()).square().sum().backward()
+
+    for _ in hooks.watch([batch], 1):
+        backward()
+        break
+    hooks.reduce(state.records, mesh)
+    with count_traffic() as traffic:
+        backward()
+    assert not traffic.calls
+
+
+def check_the_switch_of_overlap(mesh: Mesh) -> None:
+    """`parallel.overlap` really decides whether buckets leave inside the backward pass."""
+    for on in (False, True):
+        state, log = made(mesh, overlap=on), []
+        with watched(log):
+            training_step(state, own_batches(mesh, 0), 0.1, 0.0, "fp64")
+        end = len(log) - 1 - log[::-1].index("backward ends")
+        early = [entry for entry in log[:end] if not isinstance(entry, str)]
+        assert bool(early) == on, f"overlap {on}: {len(early)} buckets left in backward"
+
+
+def check_decisions_reach_all(mesh: Mesh) -> None:
+    """A decision of one rank counts for all axes, not only along its own."""
+    assert data_parallel.agree(mesh.rank("dp") == mesh.rank("tp") == 0, mesh)
 
 
 def check_hidden_wait_is_not_counted(mesh: Mesh) -> tuple[float, float]:

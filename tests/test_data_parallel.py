@@ -172,6 +172,14 @@ def test_all_ranks_take_the_same_branch():
     assert on_ranks(checks.check_decisions_are_agreed, TWO) == [[True, False]] * 2
 
 
+def test_a_decision_of_one_rank_reaches_all_axes():
+    on_ranks(checks.check_decisions_reach_all, {"dp": 2, "tp": 2})
+
+
+def test_a_replaced_parameter_is_refused():
+    on_ranks(checks.check_replaced_parameter_is_refused, TWO)
+
+
 def test_other_seeds_on_each_rank_are_noticed_and_a_broadcast_would_hide_them():
     on_ranks(checks.check_seeds, TWO)
 

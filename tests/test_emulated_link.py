@@ -14,7 +14,15 @@ import torch
 import torch.distributed as dist
 
 from course_lib import collectives
-from course_lib.collectives import EmulatedLink, Link, count_traffic, emulation, rings, time_of
+from course_lib.collectives import (
+    EmulatedLink,
+    Link,
+    count_traffic,
+    emulation,
+    exchange,
+    rings,
+    time_of,
+)
 from course_lib.collectives.emulation import measure_gloo
 from course_lib.mesh import Mesh
 from tests.bench import link
@@ -118,6 +126,32 @@ def check_messages(mesh: Mesh) -> None:
 
 def test_messages_between_two_ranks_take_time_too():
     on_ranks(check_messages, {"dp": 3})
+
+
+def check_times_of_messages(mesh: Mesh) -> None:
+    """By the wire's own clock, so that no load matters: latency, bytes, and one queue for all."""
+    other, world = 1 - mesh.rank("dp"), mesh.world
+    one_s = time_of("send", 6000, 2, LINK)
+    with wire():
+        sent = [
+            exchange(torch.ones(1500), other, torch.empty(1500), other, world, "x")
+            for _ in range(2)
+        ]
+        for handle in sent:
+            handle.wait()
+        first, second = (handle._pending for handle in sent)
+        assert first.own_end_s - first.launched_s >= one_s - 1e-9
+        assert second.own_end_s - first.own_end_s >= one_s - 1e-9
+        large = collectives.all_reduce(torch.ones(1500), world, "x")
+        large._pending.works[0].wait()
+        behind = exchange(torch.ones(9), other, torch.empty(9), other, world, "x")
+        assert behind._pending.started_s >= large.finish_time
+        behind.wait()
+        large.wait()
+
+
+def test_messages_and_collectives_share_one_queue():
+    on_ranks(check_times_of_messages, TWO)
 
 
 def check_two_groups(mesh: Mesh) -> None:

@@ -1,9 +1,13 @@
 """Engines: PyTorch's own parts give what the course's do."""
 
+import gc
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from course_lib.collectives import Handle
 from course_lib.data_parallel import sum_flattened
 from course_lib.engines import pytorch
 from course_lib.mesh import Mesh
@@ -81,6 +85,49 @@ def check_unused(mesh: Mesh) -> None:
 
 def test_ddp_finds_unused_parameters_where_asked():
     on_ranks(check_unused, TWO)
+
+
+def leave(model) -> None:
+    """No change."""
+
+
+def check_unsummed_is_refused(mesh: Mesh) -> None:
+    """A step that DDP left unsummed, in whole or in part, is never applied."""
+    for before, after in (
+        (leave, checks.freeze_some),
+        (checks.freeze_some, lambda model: model.requires_grad_(True)),
+        (checks.add_unused, leave),
+    ):
+        model = checks.parallelize(TINY, checks.SGD, Mesh.single()).model
+        before(model)
+        rows = checks.build_records(model, mesh)
+        replicas = pytorch.data_parallelize(model, rows, mesh)
+        after(model)
+        batch = random_batch(TINY, 2, mesh.rank("dp"))
+        for fetched in replicas.watch([batch], 1):
+            replicas.model(**fetched.inputs()).square().sum().backward()
+        reduce = partial(core.finish_gradients, rows, mesh, reduce=replicas.reduce)
+        message = checks.records.failure(reduce)
+        assert "bytes of gradients: a parameter is unused" in message, message
+
+
+def test_gradients_that_ddp_did_not_sum_are_refused():
+    on_ranks(check_unsummed_is_refused, TWO)
+
+
+def check_no_handle_is_left(mesh: Mesh) -> None:
+    """ACC-12: nothing of a step outlives it."""
+    state, counts = checks.made(mesh, backend="pytorch"), []
+    for step in range(6):
+        training_step(state, core.own_batches(mesh, step), 0.1, 0.0, "fp64")
+        gc.collect()
+        counts.append(sum(isinstance(each, Handle) for each in gc.get_objects()))
+    assert counts[2] == counts[-1], counts
+
+
+@pytest.mark.trap("ACC-12")
+def test_no_handle_outlives_its_step():
+    on_ranks(check_no_handle_is_left, TWO)
 
 
 def test_one_rank_alone_is_not_wrapped():

@@ -49,6 +49,18 @@ def test_a_gradient_that_comes_after_its_bucket_is_refused():
     on_ranks(checks.check_late_gradient_is_refused, TWO)
 
 
+def test_after_a_failed_backward_pass_the_buckets_can_be_cleared():
+    on_ranks(checks.check_after_a_failed_backward, TWO)
+
+
+def test_a_loop_left_early_sends_nothing_more():
+    on_ranks(checks.check_a_loop_left_early, TWO)
+
+
+def test_the_configuration_switches_overlap():
+    on_ranks(checks.check_the_switch_of_overlap, TWO)
+
+
 @pytest.mark.trap("DP-07")
 def test_checkpointed_blocks_used_twice_arrive_once():
     on_ranks(checks.check_checkpointed_block_used_twice, TWO)

@@ -52,7 +52,7 @@ class EmulatedLink:
         return f"{text}: {_readable(real)} at scale 1 : {self.scale:,.0f}"
 
     def __enter__(self) -> "EmulatedLink":
-        gloo = self._gloo_bytes_per_s or measure_gloo()
+        gloo = measure_gloo() if self._gloo_bytes_per_s is None else self._gloo_bytes_per_s
         if self.link.bytes_per_s > gloo / 2:
             raise ValueError(
                 f"a link of {self.link.bytes_per_s / 1e6:,.1f} MB/s is faster than half of gloo's "
@@ -173,12 +173,16 @@ def scaled(
     return EmulatedLink(link.latency_s * scale, link.bytes_per_s / scale, gloo_bytes_per_s, scale)
 
 
-@lru_cache
 def measure_gloo(payload_bytes: int = 4 << 20, trials: int = 5) -> float:
     """Bytes/s that gloo moves here in an all-reduce, counted as the ring's; measured once.
 
     Collective over all ranks, which get the same figure: the best trial of the slowest rank.
     """
+    return _measured(dist.group.WORLD, payload_bytes, trials)
+
+
+@lru_cache(1)  # of this world: a process that is kept may join another one
+def _measured(world, payload_bytes: int, trials: int) -> float:
     payload = torch.zeros(payload_bytes // 4)
     best_s = math.inf
     for _ in range(trials + 1):  # the first opens connections

@@ -106,6 +106,8 @@ def broadcast(tensor: Tensor, group, purpose: str, source: int = 0) -> Handle:
     """Every rank gets the tensor of the group's rank `source`; tensor changes in place."""
     if group is None:
         return Handle(tensor)
+    if not 0 <= source < (ranks := dist.get_world_size(group)):
+        raise ValueError(f"rank {source} is not in a group of {ranks} ranks")
     root = dist.get_global_rank(group, source)
     return _launch(
         "broadcast", tensor, group, purpose, tensor, f"from {source}",
@@ -129,10 +131,14 @@ def all_to_all(
         if rows % ranks:
             raise ValueError(f"all_to_all cannot cut {rows} rows into {ranks} equal parts")
         sent_rows = received_rows = [rows // ranks] * ranks
-    elif sum(sent_rows or ()) != rows or not len(sent_rows) == len(received_rows or ()) == ranks:
+    elif (
+        sum(sent_rows or ()) != rows
+        or not len(sent_rows) == len(received_rows or ()) == ranks
+        or min(*sent_rows, *received_rows) < 0
+    ):
         raise ValueError(
             f"all_to_all over {ranks} ranks got {rows} rows, to send {sent_rows} and to receive "
-            f"{received_rows}: it needs one number a rank in each, and the first must sum to {rows}"
+            f"{received_rows}: one number a rank, 0 or more; the first sum to {rows}"
         )
     received = tensor.new_empty((sum(received_rows), *tensor.shape[1:]))
     own = dist.get_rank(group)

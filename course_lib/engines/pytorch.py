@@ -28,8 +28,9 @@ def data_parallelize(
 ) -> DataParallel:
     """As `overlap.data_parallelize`, by DDP. Collective.
 
-    find_unused: look for parameters without a gradient before every backward pass. DDP refuses
-    them otherwise, at the next step.
+    find_unused: look for parameters without a gradient before every backward pass. Otherwise a
+        step that leaves one out is refused (RuntimeError), as is one whose parameters were frozen,
+        thawed or replaced meanwhile: DDP itself would notice a step later, or never.
     """
     group = mesh.group("dp")
     if group is None or not any(record.parameter.requires_grad for record in records):
@@ -57,9 +58,16 @@ def data_parallelize(
                 yield batch  # forward and backward happen here
 
     def reduce(records: Records, mesh: Mesh) -> None:
-        for handle in handles:
-            handle.wait()
+        sent_bytes = sum(handle.wait().nbytes for handle in handles)
         handles.clear()
+        wanted_bytes = sum(record.parameter.grad.nbytes for record in records)
+        if sent_bytes < wanted_bytes:
+            raise RuntimeError(
+                f"DDP summed {sent_bytes} of {wanted_bytes} bytes of gradients: a "
+                "parameter is unused (find_unused=True), or was frozen, thawed or replaced after "
+                "data_parallelize (build the model again), or fewer micro-batches came than were "
+                "announced"
+            )
 
     wrapped.register_comm_hook(None, send)
     return DataParallel(wrapped, reduce, watch)

@@ -77,11 +77,8 @@ def replicate(
     """Data parallelism as the configuration wants it; None for one rank, which sums nothing."""
     if mesh.group("dp") is None:
         return None
-    chosen = data_parallel
-    if parallel.overlap:
-        chosen = overlap
-    if parallel.backend == "pytorch":
-        chosen = pytorch
+    own = overlap if parallel.overlap else data_parallel
+    chosen = {"course": own, "pytorch": pytorch}[parallel.backend]
     return chosen.data_parallelize(model, records, mesh, parallel.bucket_bytes)
 
 
