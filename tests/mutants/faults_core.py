@@ -346,7 +346,11 @@ def raw_sums_under_fp16(put: Put) -> None:
 
 def warmup_from_zero(put: Put) -> None:
     right = training.learning_rate
-    put(core, "learning_rate", lambda config, step: right(config, step - 1))
+
+    def learning_rate(config, step):
+        return right(config, step - 1) if step else 0.0
+
+    put(core, "learning_rate", learning_rate)
 
 
 def tied_weight_recorded_twice(put: Put) -> None:
