@@ -644,6 +644,20 @@ def test_damaged_counts_are_named(texts):
         prepare(configure(texts), 300)
 
 
+def test_a_process_loads_the_tokenizer_once_for_all_its_chunks(messy, monkeypatch):
+    """Each one that is loaded keeps its memory: a gigabyte of text would take one of memory."""
+    loads, load = [], pipeline.tokenizer.load_tokenizer
+
+    def counted(path, vocab):
+        loads.append(path)
+        return load(path, vocab)
+
+    monkeypatch.setattr(pipeline, "CHUNK", 500)
+    monkeypatch.setattr(pipeline.tokenizer, "load_tokenizer", counted)
+    prepare(configure(messy), 300)
+    assert len(loads) == 1
+
+
 def test_memory_stays_bounded(tmp_path):
     """The benchmark's own measurement, on 50 MB with half of its bound."""
     found = preprocess.measure_memory(tmp_path, megabytes=50, processes=2, vocab=400)

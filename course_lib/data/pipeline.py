@@ -21,7 +21,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -305,7 +305,8 @@ def _tidy(work: Work, task: tuple[str, list[Document]]) -> None:
 def _encode(work: Work, task: tuple[str, np.ndarray, Split]) -> None:
     """Write the token shards of a chunk; one process in a crew uses one thread."""
     name, kinds, split = task
-    spoken = tokenizer.load_tokenizer(work.folder / "tokenizer.json", work.vocab)
+    path = work.folder / "tokenizer.json"
+    spoken = _spoken(path, path.stat().st_mtime_ns, work.vocab)
     temporary = _temporary(work.part(name))
     at_once = 1 if work.config.processes > 1 else 16
     with contextlib.ExitStack() as stack:
@@ -321,6 +322,11 @@ def _encode(work: Work, task: tuple[str, np.ndarray, Split]) -> None:
         if not work.part(name).is_dir():
             raise
         shutil.rmtree(temporary)  # a process that outlived its run was first, with the same
+
+
+@lru_cache(1)  # each one that is loaded leaves megabytes behind in the library, until the end
+def _spoken(path: Path, written: int, vocab: int) -> tokenizer.TextTokenizer:
+    return tokenizer.load_tokenizer(path, vocab)
 
 
 def _index(work: Work) -> Deduplicator:
