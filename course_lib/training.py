@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -90,39 +89,51 @@ class TrainingConfig:
         return found
 
 
-def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+def loss_sum(logits: Tensor, labels: Tensor, in_place: bool = False) -> Tensor:
     """Sum of the token losses in nats, in fp32 or wider; 0 where every label is ignored.
 
     logits: (batch, sequence, vocab); labels: (batch, sequence) int64, already shifted, IGNORE
     where there is no target.
+    in_place: the logits' memory may be used for their gradient; their values are lost. It saves
+    two tensors of their size, and allows one backward pass only.
     """
     wide = logits.double() if logits.dtype == torch.float64 else logits.float()
-    return _CrossEntropySum.apply(wide.flatten(0, 1), labels.flatten())
+    ours = in_place or wide is not logits  # a converted copy is nobody else's
+    rows = wide.flatten(0, 1).contiguous()
+    return _CrossEntropySum.apply(rows, labels.flatten(), ours)
 
 
 class _CrossEntropySum(torch.autograd.Function):
     """Cross-entropy whose backward makes the logits' gradient at once: softmax - target.
 
-    PyTorch's makes a gradient of the log-probabilities first, then that of the logits. Tensors of
-    the vocabulary's width are the largest of a step: each one that is not made saves time.
+    PyTorch's makes log-probabilities, their gradient, and the logits' gradient. Tensors of the
+    vocabulary's width are the largest of a step: here all of it can happen in the logits' memory.
     """
 
     @staticmethod
-    def forward(ctx, logits, labels):  # (tokens, vocab), (tokens,)
-        log_probabilities = logits.log_softmax(-1)
-        ctx.save_for_backward(log_probabilities, labels)
-        return F.nll_loss(log_probabilities, labels, ignore_index=IGNORE, reduction="sum")
+    def forward(ctx, logits, labels, in_place):  # (tokens, vocab), (tokens,), bool
+        valid = labels != IGNORE
+        targets = labels * valid  # an index that exists, also where it will not count
+        chosen = logits.gather(1, targets[:, None]).squeeze(1)  # (tokens,)
+        peak = logits.amax(-1, keepdim=True)
+        # detach() shares the version counter: autograd notices if anyone needed the old values.
+        exponentials = (logits.detach().sub_(peak) if in_place else logits - peak).exp_()
+        total = exponentials.sum(-1)  # (tokens,)
+        ctx.save_for_backward(exponentials, total, targets, valid)
+        ctx.in_place = in_place
+        losses = total.log() + peak.squeeze(1) - chosen
+        return torch.where(valid, losses, 0).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream):  # ()
-        log_probabilities, labels = ctx.saved_tensors
-        valid = labels != IGNORE
-        scale = (upstream * valid).to(log_probabilities.dtype)  # (tokens,)
-        gradient = log_probabilities.exp().mul_(scale[:, None])
-        rows = torch.arange(len(labels), device=labels.device)
-        gradient[rows, labels * valid] -= scale
-        return gradient, None
+        gradient, total, targets, valid = ctx.saved_tensors
+        scale = torch.where(valid, upstream, 0).to(gradient.dtype)  # (tokens,)
+        share = (scale / total)[:, None]
+        gradient = gradient.mul_(share) if ctx.in_place else gradient * share
+        rows = torch.arange(len(targets), device=targets.device)
+        gradient[rows, targets] -= scale
+        return gradient, None, None
 
 
 def accumulate(
@@ -154,10 +165,10 @@ def accumulate(
 
 
 def _micro_batch_loss(model: nn.Module, batch, device, precision: str) -> Tensor:
-    """The loss sum of one micro-batch. The logits are free again before backward starts."""
+    """The loss sum of one micro-batch, its logits already overwritten."""
     with autocast(device, precision):
         logits = model(**batch.inputs())
-    return loss_sum(logits, batch.labels)
+    return loss_sum(logits, batch.labels, in_place=True)
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:

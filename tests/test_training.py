@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from course_lib.mesh import Mesh
@@ -107,6 +108,50 @@ def test_the_loss_is_a_sum_in_fp32_or_wider():
         loss = loss_sum(torch.zeros(1, 3, 4, dtype=dtype), labels)
         assert loss.dtype == wide
         assert close(float(loss), 2 * math.log(4), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_loss_and_its_gradient_equal_pytorchs(dtype, in_place):
+    logits = 30 * torch.randn(2, 5, 7, dtype=torch.float64)
+    logits[0, 0] += 1e4  # exp overflows without the largest being taken off
+    labels = torch.randint(7, (2, 5))
+    labels[0, 1] = labels[1] = IGNORE
+    theirs = logits.to(dtype).requires_grad_()
+    wide = theirs.double() if dtype == torch.float64 else theirs.float()
+    wanted = F.cross_entropy(
+        wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+    (3 * wanted).backward()
+    ours = logits.to(dtype).requires_grad_()
+    found = loss_sum(ours * 1, labels, in_place)
+    (3 * found).backward()
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    assert torch.allclose(found, wanted, rtol=bound)
+    assert torch.allclose(ours.grad, theirs.grad, rtol=bound, atol=bound)
+    assert ours.grad[1].abs().max() == 0
+
+
+def test_only_an_in_place_loss_overwrites_the_logits():
+    labels = torch.tensor([[1, IGNORE, 0]])
+    for in_place in (False, True):
+        logits = torch.randn(1, 3, 4, requires_grad=True) * 1
+        before, places = logits.detach().clone(), []
+        logits.register_hook(lambda gradient: places.append(gradient.data_ptr()))
+        loss_sum(logits, labels, in_place).backward()
+        assert (places == [logits.data_ptr()]) is in_place
+        assert torch.equal(logits, before) is not in_place
+
+
+def test_an_in_place_loss_is_refused_where_the_logits_are_still_needed():
+    labels = torch.tensor([[1, IGNORE, 0]])
+    capped = torch.randn(1, 3, 4, requires_grad=True).tanh()  # tanh's backward reads its output
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss_sum(capped, labels, in_place=True).backward()
+    twice = loss_sum(torch.randn(1, 3, 4, requires_grad=True) * 1, labels, in_place=True)
+    twice.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        twice.backward()
 
 
 def test_gradients_add_to_those_that_are_there():

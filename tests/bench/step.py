@@ -102,7 +102,7 @@ def steps(batch: int) -> tuple[Callable[[], float], Callable[[], float]]:
 
     def step(forward, optimizer):
         def run() -> float:
-            loss = loss_sum(forward(tokens), labels) / labels.numel()
+            loss = loss_sum(forward(tokens), labels, in_place=True) / labels.numel()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

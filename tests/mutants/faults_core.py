@@ -92,7 +92,7 @@ def loss_of_this_rank_only(put: Put) -> None:
 
 
 def mean_over_no_tokens(put: Put) -> None:
-    def loss_sum(logits, labels):
+    def loss_sum(logits, labels, in_place=False):
         flat = labels.flatten()
         mean = nn.functional.cross_entropy(logits.flatten(0, 1), flat, ignore_index=-100)
         return mean * (flat != -100).sum()
@@ -103,8 +103,8 @@ def mean_over_no_tokens(put: Put) -> None:
 def labels_shifted_again(put: Put) -> None:
     right = training.loss_sum
 
-    def loss_sum(logits, labels):
-        return right(logits[:, :-1], labels[:, 1:])
+    def loss_sum(logits, labels, in_place=False):
+        return right(logits[:, :-1], labels[:, 1:], in_place)
 
     put(training, "loss_sum", loss_sum)
     put(core, "loss_sum", loss_sum)

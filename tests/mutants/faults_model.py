@@ -259,23 +259,22 @@ def head_always_tied(put: Put) -> None:
 
 def labels_shifted_twice(put: Put) -> None:
     right = training.loss_sum
-    put(training, "loss_sum", lambda logits, labels: right(logits[:, :-1], labels[:, 1:]))
+    put(training, "loss_sum", lambda logits, labels, *_, **__: right(logits[:, :-1], labels[:, 1:]))
 
 
 def change_loss_backward(put: Put, change: Callable) -> None:
     right = training._CrossEntropySum.backward
 
     def backward(ctx, upstream):
-        gradient, _ = right(ctx, upstream)
-        return change(gradient, upstream, *ctx.saved_tensors), None
+        gradient, *rest = right(ctx, upstream)
+        return change(gradient, upstream, *ctx.saved_tensors), *rest
 
     put(training._CrossEntropySum, "backward", staticmethod(backward))
 
 
 def ignored_labels_have_a_gradient(put: Put) -> None:
-    def change(gradient, upstream, log_probabilities, labels):
-        ignored = (labels == -100)[:, None]
-        return torch.where(ignored, log_probabilities.exp() * upstream, gradient)
+    def change(gradient, upstream, exponentials, total, targets, valid):
+        return torch.where(valid[:, None], gradient, exponentials / total[:, None] * upstream)
 
     change_loss_backward(put, change)
 
