@@ -380,6 +380,29 @@ def test_a_stop_during_an_evaluation_does_not_wait_for_its_end(folder):
     assert checkpoint.latest(directory / "checkpoints").name == "step_3"
 
 
+def test_a_compiled_run_trains_alike_and_compiles_nothing_for_its_sample(folder):
+    def function(*arguments):
+        right, compiled = loop.generate, torch._dynamo.utils.counters["stats"]
+
+        def generate(*given, **named):
+            before = compiled["unique_graphs"]
+            text = right(*given, **named)
+            return grown.append((before, compiled["unique_graphs"])) or text
+
+        grown, loop.generate = [], generate
+        return train_here(*arguments), grown
+
+    overrides = ["--training.steps=4", "--training.precision=fp64"]
+    [(code, [(before, after)])], directory = train(
+        folder, "compiled", 1, "--parallel.compile=true", *overrides, function=function
+    )
+    assert code == 0
+    assert before == after > 0
+    _, plain = train(folder, "not-compiled", 1, *overrides)
+    assert worst_difference(directory, plain) < 1e-10
+    assert (directory / "sample.txt").read_text() == (plain / "sample.txt").read_text()
+
+
 def test_a_signal_on_one_rank_stops_all_after_the_same_step(folder):
     def function(*arguments):
         original = loop.training_step

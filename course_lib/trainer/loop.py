@@ -5,7 +5,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -201,10 +201,11 @@ class Trainer:
         start = (self.held_out or self.train_data).window(0)
         prompt = torch.from_numpy(start.tokens[: max(1, min(start.valid, (length + 1) // 8))])[None]
         generator = torch.Generator(self.mesh.device).manual_seed(self.config.training.seed)
-        tokens = generate(
-            self.state.model, prompt.to(self.mesh.device), length + 1 - prompt.shape[1],
-            temperature=0.8, top_k=50, generator=generator,
-        )  # fmt: skip
+        with _as_written(self.config.parallel.compile):
+            tokens = generate(
+                self.state.model, prompt.to(self.mesh.device), length + 1 - prompt.shape[1],
+                temperature=0.8, top_k=50, generator=generator,
+            )  # fmt: skip
         tokenizer = load_tokenizer(self.prepared.tokenizer, self.config.model.vocab)
         text = tokenizer.decode(tokens[0].tolist())
         (self.directory / "sample.txt").write_text(text + "\n", encoding="utf-8")
@@ -323,6 +324,11 @@ class Trainer:
         self._metrics.write(line)
         self._progress.log(line)
         self._window = metrics.Window()
+
+
+def _as_written(compiled: bool) -> AbstractContextManager:
+    """Run a compiled model uncompiled: text of every length would be compiled for once more."""
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def _due(step: int, every: int) -> bool:
