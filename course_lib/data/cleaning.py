@@ -1,17 +1,19 @@
 """Cleaning: HTML and untidy Unicode become plain text, with nothing guessed.
 
 What a page shows stays, how it was marked up goes: tags, comments, scripts, character references,
-control characters, blanks at line ends. Only known names count as tags, so `a < b`, `vector<T>`
-and `<bucket-name>` stay; but in code that is no HTML, `a<b && c>d` reads as a tag `b`. Text is
-composed (NFC), not folded (NFKC turns 10² into 102).
+control characters, blanks at line ends. A tag is what HTML's grammar lets an author write: the
+name of a known element, attributes with values, and without a value only attributes that need
+none (https://html.spec.whatwg.org/multipage/syntax.html). So `a<b && c>d`, `vector<T>` and
+`<bucket-name>` stay; only code that is a tag to the letter, as `vector<object>` is, loses it.
+Text is composed (NFC), not folded (NFKC turns 10² into 102).
 
-Escaped markup is text (`&lt;p&gt;` shows `<p>`), so its `<` stays escaped: cleaning twice changes
-nothing more. Bytes that are no UTF-8 never come this far: corpora refuse them by file and place,
-since whoever replaces them by U+FFFD or drops them has lost the text for good.
+References are decoded once, after the tags are gone, so escaped markup becomes the text that it
+shows: `&lt;p&gt;` is `<p>`. Therefore clean once: a second time, `<p>` is a tag. Bytes that are no
+UTF-8 never come this far: corpora refuse them by file and place, since whoever replaces them by
+U+FFFD or drops them has lost the text for good.
 """
 
 import html
-import math
 import re
 import unicodedata
 
@@ -22,7 +24,7 @@ _PARAGRAPHS = (
 )
 _LINES = "body br caption dd dt figcaption head html li option tbody td tfoot th thead title tr"
 _INLINE = (
-    "!doctype a abbr acronym b bdi bdo big button cite code col colgroup data del dfn em filename"
+    "a abbr acronym b bdi bdo big button cite code col colgroup data del dfn em filename"
     " font fullname i iframe img input ins kbd label legend link map mark meta object param picture"
     " q replaceable s samp script select small source span strike strong style sub summary sup svg"
     " template textarea time tt u var video wbr xhtml zonbook"
@@ -30,13 +32,23 @@ _INLINE = (
 _TAGS = dict.fromkeys(_PARAGRAPHS.split(), "\n\n") | dict.fromkeys(_LINES.split(), "\n")
 _TAGS |= dict.fromkeys(_INLINE.split(), "")
 
-_HIDDEN = [(re.compile("<!--"), re.compile("-->"))] + [
-    (re.compile(rf"<{name}\b[^<>]{{0,2000}}>", re.I), re.compile(rf"</{name}\s{{0,9}}>", re.I))
-    for name in ("script", "style")
+_HIDDEN = [
+    (re.compile(opening, re.I), re.compile(closing, re.I))
+    for opening, closing in (
+        ("<!--", "-->"),
+        (r"<(?:!doctype|\?xml)\s", ">"),
+        (r"<script\b[^<>]{0,2000}>", r"</script\s{0,9}>"),
+        (r"<style\b[^<>]{0,2000}>", r"</style\s{0,9}>"),
+    )
 ]
-_NAME = r"</?(!?[a-z][a-z0-9]*)"  # a < without a > within 2,000 characters is just a sign
-_TAG = re.compile(_NAME + r"(?:[\s/][^<>]{0,2000})?>([ \t]*)", re.I)
-_MARKUP = re.compile(_NAME + r"(?=[\s/>])|<!--", re.I)
+_NO_VALUE = (  # attributes that need none
+    "allowfullscreen|async|autofocus|autoplay|checked|compact|controls|default|defer|disabled|"
+    "download|formnovalidate|hidden|inert|ismap|itemscope|loop|multiple|muted|nomodule|noshade|"
+    r"novalidate|nowrap|open|playsinline|readonly|required|reversed|selected|data-[\w-]+"
+)
+_VALUE = r"""(?:"[^"]{0,2000}"|'[^']{0,2000}'|[^\s"'<>]++)"""
+_ATTRIBUTE = rf"(?:[a-z_:@][\w:.-]*+\s*+=\s*+{_VALUE}|(?:{_NO_VALUE})(?=[\s/>]))"
+_TAG = re.compile(rf"</?([a-z][a-z0-9]*+)(?:\s++{_ATTRIBUTE})*+\s*+/?>([ \t]*+)", re.I)
 _REFERENCE = re.compile(r"&(?:#[0-9]{1,8}|#[xX][0-9a-fA-F]{1,8}|[a-zA-Z][a-zA-Z0-9]{1,31});")
 
 _UNSEEN = re.compile(r"[\x00-\x08\x0e-\x1b\x1f\x7f-\x9f\xad\u200b\u2060\ufeff\ufff9-\ufffb]")
@@ -47,7 +59,7 @@ _EMPTY_LINES = re.compile(r"\n{3,}")
 
 
 def clean(text: str) -> str:
-    """Plain text of a text that may hold HTML: `clean(clean(text)) == clean(text)`.
+    """Plain text of a text that may hold HTML; text without markup and spare blanks stays.
 
     Paragraphs are set apart by one empty line, other blocks by a new line. Indentation stays,
     other blanks in a row become one space. ZWJ and ZWNJ stay, since scripts and emoji need them.
@@ -59,10 +71,7 @@ def clean(text: str) -> str:
         text = _TAG.sub(_shown, text)
     if "&" in text:
         text = _tidy(_REFERENCE.sub(lambda found: html.unescape(found[0]), text))
-    text = _blanks(text)
-    if "&" in text:
-        text = _REFERENCE.sub(_escaped, text)
-    return _escaped_markup(text) if "<" in text else text
+    return _blanks(text)
 
 
 def _tidy(text: str) -> str:
@@ -91,27 +100,3 @@ def _shown(tag: re.Match) -> str:
     """What a tag becomes; blanks after it stay only where no new line starts."""
     shown = _TAGS.get(tag[1].lower())
     return tag[0] if shown is None else shown or tag[2]
-
-
-def _escaped(reference: re.Match) -> str:
-    """A reference as text shows it, if reading it again would decode it."""
-    name = reference[0]
-    return name if html.unescape(name) == name else f"&amp;{name[1:]}"
-
-
-def _escaped_markup(text: str) -> str:
-    """The text with the < of all markup escaped: nothing can become a tag any more.
-
-    Wider than _TAG, as a < may follow. Each > is looked for once, so that it stays linear.
-    """
-    closed = -1.0
-
-    def escaped(start: re.Match) -> str:
-        nonlocal closed
-        if closed < start.end():
-            found = text.find(">", start.end())
-            closed = found if found >= 0 else math.inf
-        is_tag = closed - start.end() <= 2001 and start[1] and start[1].lower() in _TAGS
-        return f"&lt;{start[0][1:]}" if is_tag or start[1] is None else start[0]
-
-    return _MARKUP.sub(escaped, text)

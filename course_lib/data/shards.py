@@ -25,7 +25,7 @@ import numpy as np
 
 from course_lib.data import DataError
 
-FORMAT = 5  # counts up whenever the same text and settings give other files
+FORMAT = 6  # counts up whenever the same text and settings give other files
 BLOCK_BYTES = 1 << 20
 _POSITION = np.dtype("<i8")
 

@@ -67,8 +67,23 @@ def compatibility_forms_folded(put):
     put.setattr(cleaning.unicodedata, "normalize", lambda form, text: normalize("NFKC", text))
 
 
-def escaped_markup_left_open(put):
-    put.setattr(cleaning, "_MARKUP", re.compile("(?!)"))
+def references_decoded_twice(put):
+    blanks = cleaning._blanks
+    put.setattr(cleaning, "_blanks", lambda text: blanks(cleaning.html.unescape(text)))
+
+
+def references_decoded_in_part(put):
+    put.setattr(cleaning, "_REFERENCE", re.compile("&(?!lt)[a-z]+;"))
+
+
+def anything_after_a_known_name_is_attributes(put):
+    put.setattr(cleaning, "_TAG", re.compile(r"</?([a-z]+)(?:[\s/][^<>]*)?>([ \t]*)", re.I))
+
+
+def blanks_before_references_only(put):
+    blanks = cleaning._blanks
+    put.setattr(cleaning, "_tidy", lambda text, tidy=cleaning._tidy: blanks(tidy(text)))
+    put.setattr(cleaning, "_blanks", lambda text: text)
 
 
 def indentation_lost(put):
@@ -94,8 +109,16 @@ def shown(_) -> None:
     checks_text.check_what_is_shown()
 
 
+def escaped(_) -> None:
+    checks_text.check_escaped_text_is_shown("<p> &lt; &amp;amp; <!-- x -->")
+
+
+def code(_) -> None:
+    checks_text.check_code_stays()
+
+
 def twice(_) -> None:
-    checks_text.check_cleaning_twice(["&lt;p&gt;", "&amp;lt;", *checks_text.PAGES])
+    checks_text.check_cleaning_twice(["a&nbsp; <br>", "<b> <i>", *checks_text.PAGES])
 
 
 FAULTS = [
@@ -108,7 +131,10 @@ FAULTS = [
     Fault("all brackets are tags", everything_in_angle_brackets_is_a_tag, shown),
     Fault("words joined", tags_that_join_words, shown),
     Fault("NFKC", compatibility_forms_folded, shown),
-    Fault("escaped markup left open", escaped_markup_left_open, twice, "cleaned again"),
+    Fault("references decoded twice", references_decoded_twice, escaped, "becomes"),
+    Fault("references decoded in part", references_decoded_in_part, escaped, "becomes"),
+    Fault("code taken for tags", anything_after_a_known_name_is_attributes, code, "becomes"),
+    Fault("blanks left behind", blanks_before_references_only, twice, "cleaned again"),
     Fault("indentation lost", indentation_lost, shown),
     Fault("held out by position", held_out_by_position, checks_data.check_split),
     Fault("held out and trained on", held_out_text_trained_on_too, checks_data.check_split),
