@@ -123,22 +123,26 @@ def plan_buckets(
     """Divide the trainable parameters into buckets, in the reverse of the order of their use.
 
     Backward goes through the model from its end, so a bucket's gradients are ready at about the
-    same time; a tied embedding, used first and last, is ready last. A bucket is closed before a
-    gradient that would make it larger than `bucket_bytes`; a larger gradient has one of its own.
-    All ranks plan alike, since all have the same records.
+    same time; a tied embedding, used first and last, is ready last. All ranks plan alike, since all
+    have the same records.
+
+    A bucket is closed by the gradient that fills it to `bucket_bytes` or more (the first one:
+    `first_bytes`), as PyTorch's DDP does. Closed before that gradient it would not be bounded
+    either, since a large gradient travels whole, and small ones between large ones would travel
+    alone: 65 of Llama-7B's 291 messages would then have less than 1 MiB.
     """
-    closed: list[tuple[int, list[ParameterRecord]]] = []  # place of its last gradient, gradients
-    filling: dict[tuple, tuple[int, list[ParameterRecord]]] = {}
-    for place, record in enumerate(reversed(_trainable(records))):
+    closed: list[list[ParameterRecord]] = []
+    filling: dict[tuple, list[ParameterRecord]] = {}
+    order = {record.name: place for place, record in enumerate(reversed(_trainable(records)))}
+    for record in reversed(_trainable(records)):
         key = (summed_axes(record, mesh), record.parameter.dtype)
-        last, members = filling.get(key, (0, []))
-        limit = min(first_bytes, bucket_bytes) if not closed else bucket_bytes
-        if members and sum(r.parameter.nbytes for r in (*members, record)) > limit:
-            closed.append((last, members))
-            members = []
-        filling[key] = place, [*members, record]
-    ordered = sorted([*closed, *filling.values()], key=lambda item: item[0])
-    return [_bucket(members, mesh) for _, members in ordered]
+        members = filling.setdefault(key, [])
+        members.append(record)
+        limit = bucket_bytes if closed else min(first_bytes, bucket_bytes)
+        if sum(r.parameter.nbytes for r in members) >= limit:
+            closed.append(filling.pop(key))
+    complete = sorted([*closed, *filling.values()], key=lambda members: order[members[-1].name])
+    return [_bucket(members, mesh) for members in complete]
 
 
 def _trainable(records: Records) -> list[ParameterRecord]:

@@ -216,7 +216,7 @@ CASES = {
             Wrong("does not copy back", with_mistake("not copied back"), "not copied back"),
             Wrong("mixes up pieces", with_mistake("mixed up"), "in the same order?"),
             Wrong("sends the frozen one", with_mistake("frozen too"), "travels too"),
-            Wrong("one message for all", with_mistake("one for all"), "more than bucket_bytes"),
+            Wrong("one message for all", with_mistake("one for all"), "far more than bucket_bytes"),
             Wrong("one message each", with_mistake("one each"), "one message a parameter"),
             Wrong("does not count", with_mistake("torch's own"), "no message was counted"),
             Wrong("unlike sizes without check", sends_unlike_sizes, "the ranks call different"),

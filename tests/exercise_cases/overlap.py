@@ -97,7 +97,7 @@ def exposed_s(sizes, ready_s, link, ranks, first, size):
     for place, own in enumerate(sizes):
         filled += own
         limit = first if first_bucket else size
-        if place + 1 == len(sizes) or filled + sizes[place + 1] > limit:
+        if place + 1 == len(sizes) or filled >= limit:
             moved = 2 * (ranks - 1) / ranks * filled / link.bytes_per_s
             free = max(free, ready_s[place]) + step * link.latency_s + moved
             filled, first_bucket = 0, False

@@ -108,15 +108,14 @@ def _diagnose(case: Case, first: float, size: float, best: float) -> str:
 
 
 def _ends(sizes: Sequence[int], first_bytes: float, bucket_bytes: float) -> list[int]:
-    """Where each bucket ends: before the gradient that would make it larger than its limit."""
+    """Where each bucket ends: behind the gradient that fills it to its limit, or the last one."""
     ends, filled = [], 0
-    for place, size in enumerate(sizes):
-        limit = bucket_bytes if ends else first_bytes
-        if filled and filled + size > limit:
+    for place, size in enumerate(sizes, 1):
+        filled += size
+        if filled >= (bucket_bytes if ends else first_bytes) or place == len(sizes):
             ends.append(place)
             filled = 0
-        filled += size
-    return [*ends, len(sizes)]
+    return ends
 
 
 def _case(told: str, sizes: Sequence[int], backward_s: float, link: Link, ranks: int) -> Case:
@@ -129,7 +128,7 @@ def _case(told: str, sizes: Sequence[int], backward_s: float, link: Link, ranks:
 
 
 CASES = (
-    _case("60 layers of 40 kB, a wire slower than backward", [40_000] * 60, 0.001,
+    _case("100 layers of 26 kB, a wire slower than backward", [26_000] * 100, 0.001,
           Link(20e-6, 2.4e9), 8),
     _case("40 layers of 1 MB, a fast wire", [1_000_000] * 40, 0.05, Link(20e-6, 3e9), 4),
     _case("24 layers of 0.5 MB and an embedding, high latency", [500_000] * 24 + [4_000_000], 0.03,
