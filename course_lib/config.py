@@ -184,16 +184,21 @@ def to_toml(sections: Mapping[str, Any]) -> str:
         docs = typing.get_type_hints(type(section), include_extras=True)
         for field in fields(section):
             value = getattr(section, field.name)
-            lines.append(f"{field.name} = {_show(value)}  # {docs[field.name].__metadata__[0]}")
+            lines.append(f"{field.name} = {as_toml(value)}  # {docs[field.name].__metadata__[0]}")
         lines.append("")
     return "\n".join(lines)
 
 
-def _show(value: Any) -> str:
+def as_toml(value: Any) -> str:
+    """A value as TOML; None, which TOML does not have, as the text "none"."""
     if value is None:
         return '"none"'
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_show(key)} = {_show(item)}" for key, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{as_toml(key)} = {as_toml(item)}" for key, item in value.items())
+            + "}"
+        )
     if isinstance(value, float):
         return repr(value)  # also inf and nan, which JSON writes otherwise
     # TOML has no surrogate pairs, and wants DEL escaped, which JSON does not.

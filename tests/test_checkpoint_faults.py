@@ -200,6 +200,23 @@ def test_the_first_rank_decides_which_is_the_latest(tmp_path):
     assert run_ranks(ranks.latest_on_a_slow_disk, 2, tmp_path) == [tmp_path / "step_2"] * 2
 
 
+def test_a_checkpoint_renamed_by_hand_is_not_taken_for_the_step_of_its_name(tmp_path):
+    path, state = checks.saved_toy(tmp_path, 10)
+    renamed = path.rename(tmp_path / "step_20")
+    with pytest.raises(CheckpointError, match=r"only damaged.*it was saved as step_10"):
+        checkpoint.latest(tmp_path)
+    newer, _ = checks.saved_toy(tmp_path, 15, steps=4)
+    with pytest.warns(UserWarning, match=r"step_20 .*it was saved as step_10"):
+        assert checkpoint.latest(tmp_path) == newer
+    assert "rename it back" in checks.refusal(renamed)
+    renamed.rename(tmp_path / "best")  # a name that says no step may be any
+    records, optimizer = ranks.toy(Mesh.single(), "whole", seed=99)
+    assert checkpoint.load(tmp_path / "best", records, optimizer, Mesh.single()) == {
+        "data_step": 10
+    }
+    assert ranks.same(ranks.everything(records, optimizer, Mesh.single()), state)
+
+
 def test_nothing_there(tmp_path):
     assert checkpoint.latest(tmp_path) is None
     assert checkpoint.latest(tmp_path / "absent") is None

@@ -16,10 +16,7 @@ their tools. `hugging_face` reads and writes the weights of transformers' GPT-2 
 
 from course_lib.checkpoint.errors import CheckpointError
 from course_lib.checkpoint.loading import load
-from course_lib.checkpoint.manifest import Manifest, complete, latest, read_manifest, require_same
+from course_lib.checkpoint.manifest import Manifest, complete, latest, read_manifest
 from course_lib.checkpoint.saving import save
 
-__all__ = [
-    "CheckpointError", "Manifest", "complete", "latest", "load", "read_manifest", "require_same",
-    "save",
-]  # fmt: skip
+__all__ = ["CheckpointError", "Manifest", "complete", "latest", "load", "read_manifest", "save"]

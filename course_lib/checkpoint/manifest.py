@@ -15,7 +15,6 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from course_lib.mesh import Mesh
 
 MANIFEST = "manifest.json"
 FORMAT = "one-gpu-to-many checkpoint, version 1"
+STEP_NAME = re.compile(r"step_\d+")
 REPLACED = ".replaced_"  # prefix of a checkpoint that one of the same step is about to replace
 
 
@@ -54,8 +54,8 @@ def _hash(content: Any) -> str:
 def read_manifest(path: str | Path) -> Manifest:
     """The manifest of one checkpoint directory (`…/checkpoints/step_20`); reads JSON only.
 
-    Raises CheckpointError where it is not there, damaged, of another version, or not of this
-    course.
+    Raises CheckpointError where it is not there, damaged, of another version, not of this course,
+    or under the name of another step.
     """
     path = Path(path)
     if not (path / MANIFEST).is_file():
@@ -70,9 +70,14 @@ def read_manifest(path: str | Path) -> Manifest:
         content = outer["content"]
         if _hash(content) != outer["sha256"]:
             raise unusable(path, f"{MANIFEST} is altered: its sha256 is not that of its content")
-        return Manifest(**{**content, "pieces": tuple(Piece(**p) for p in content["pieces"])})
+        content["pieces"] = tuple(Piece(**piece) for piece in content["pieces"])
+        manifest = Manifest(**content)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise unusable(path, f"{MANIFEST} cannot be read: {error!r}") from error
+    own_name = f"step_{manifest.step}"
+    if STEP_NAME.fullmatch(path.name) and path.name != own_name:
+        raise unusable(path, f"it was saved as {own_name} (rename it back)")
+    return manifest
 
 
 def unusable(path: Path, fault: str) -> CheckpointError:
@@ -118,7 +123,7 @@ def complete(directory: str | Path) -> list[Path]:
 
 def _faults(directory: str | Path) -> dict[Path, str | None]:
     """What is missing or truncated in each checkpoint of a directory; the newest last."""
-    found = [p for p in Path(directory).glob("step_*") if re.fullmatch(r"step_\d+", p.name)]
+    found = [path for path in Path(directory).glob("step_*") if STEP_NAME.fullmatch(path.name)]
     ordered = sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
     return {path: _incomplete(path) for path in ordered}
 
@@ -140,38 +145,3 @@ def recover(directory: Path) -> None:
         target = directory / path.name.removeprefix(REPLACED).rpartition("_")[0]
         if not target.exists() and _incomplete(path) is None:
             path.rename(target)
-
-
-# -------------------------------------------------------------------------------- comparing
-
-
-def require_same(
-    stored: str | Path | Mapping[str, Any], current: Mapping[str, Any], ignore: tuple[str, ...] = ()
-) -> None:
-    """Refuse to go on with other data, another model or another recipe than the stored run's.
-
-    stored: the checkpoint, or its run state. current: the same keys of this run; keys that it does
-    not have at its top level are not compared. ignore: dotted keys that may differ.
-    Raises CheckpointError naming every key that differs, with both values.
-    """
-    where = "the checkpoint"
-    if not isinstance(stored, Mapping):
-        where, stored = f"checkpoint {stored}", read_manifest(stored).state
-    old, new = _flat({key: stored[key] for key in current if key in stored}), _flat(current)
-    different = [
-        f"{key} is {old.get(key, 'absent')} there and {new.get(key, 'absent')} here"
-        for key in sorted({*old, *new} - {*ignore})
-        if old.get(key) != new.get(key)
-    ]
-    if different:
-        raise CheckpointError(f"{where} is of another run: {'; '.join(different)}")
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, str]:
-    """Nested dictionaries as one, from dotted keys to JSON."""
-    if not isinstance(value, Mapping) or not value:
-        return {prefix: json.dumps(value)}
-    flat = {}
-    for key, inner in value.items():
-        flat |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    return flat

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from course_lib import checkpoint, collectives
+from course_lib.checkpoint.errors import together
 from course_lib.config import to_toml
 from course_lib.data import (
     Batch,
@@ -28,6 +29,7 @@ from course_lib.data_parallel import agree
 from course_lib.mesh import Mesh
 from course_lib.model import generate
 from course_lib.trainer import metrics
+from course_lib.trainer.resume import require_same_run, settings_of
 from course_lib.trainer.settings import Config, Layout
 from course_lib.trainer.step import StepResult, parallelize, training_step
 from course_lib.training import autocast, learning_rate, loss_sum
@@ -57,6 +59,10 @@ class Trainer:
         self.train_data, self.held_out = open_datasets(self.prepared, config.data)
         self.state = parallelize(config.model, config.training, mesh, config.parallel)
         self.tokens = 0  # valid tokens trained on so far
+        tables = {name: asdict(section) for name, section in config.sections().items()}
+        del tables["run"]  # where it writes, and how often: free to change, and not worth a word
+        self._settings = settings_of(tables)
+        self._resumed = ""  # from where, and what has changed since, in words
         self._resume()
         self._first = self.state.data_step  # of this process
         self._stop = _StopSignals()
@@ -221,16 +227,8 @@ class Trainer:
             "skipped_in_a_row": state.skipped_in_a_row,
             "tokens": self.tokens,
             "scaler": asdict(state.scaler) if state.scaler else None,
-        }
-
-    def _identity(self) -> dict:
-        """What must be equal for a resumed run to be the same run."""
-        training = asdict(self.config.training)
-        kept = ("global_batch_tokens", "precision", "optimizer", "seed")
-        return {
-            "model": asdict(self.config.model),
-            "data": self.prepared.fingerprint,
-            "training": {name: training[name] for name in kept},
+            "settings": self._settings,
+            "data_fingerprint": self.prepared.fingerprint,
         }
 
     def save(self) -> None:
@@ -238,7 +236,7 @@ class Trainer:
         state = self.state
         checkpoint.save(
             self.directory / "checkpoints", state.data_step, state.records, state.optimizer,
-            self.mesh, {**self._run_state(), "identity": self._identity()}, self.config.run.keep,
+            self.mesh, self._run_state(), self.config.run.keep,
         )  # fmt: skip
 
     def _resume(self) -> None:
@@ -251,14 +249,20 @@ class Trainer:
                 f"{folder} holds checkpoints of an earlier run; choose another run.directory, or "
                 "go on with run.resume = true"
             )
-        checkpoint.require_same(newest, {"identity": self._identity()})
-        state = self.state
+        state, now = self.state, (self._settings, self.prepared.fingerprint)
+        changes, *_ = together(
+            self.mesh,
+            lambda: require_same_run(newest, checkpoint.read_manifest(newest).state, *now),
+        )
         saved = checkpoint.load(newest, state.records, state.optimizer, self.mesh)
         for name in ("data_step", "optimizer_step", "skipped", "skipped_in_a_row"):
             setattr(state, name, saved[name])
         self.tokens = saved["tokens"]
         if state.scaler:
             state.scaler = type(state.scaler)(**saved["scaler"])
+        self._resumed = f"resumed after {state.data_step} steps from {folder}" + (
+            f"; changed since: {', '.join(changes)}" if changes else ""
+        )
 
     # ------------------------------------------------------------------------------- reporting
 
@@ -276,8 +280,8 @@ class Trainer:
             self._metrics = metrics.JsonLines(self.directory / "metrics.jsonl", done)
             self._evaluations = metrics.JsonLines(self.directory / "evaluation.jsonl", done)
             self._evaluated = self._evaluations.last_step
-        if done:
-            self._progress.say(f"resumed after {done} steps from {self.directory / 'checkpoints'}")
+        if self._resumed:
+            self._progress.say(self._resumed)
 
     def _close_logs(self) -> None:
         if not self._finished:
