@@ -219,7 +219,7 @@ def test_shards_are_joined_with_all_that_they_hold(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 9}, "has format 9; this version reads 5"),
+        ({"format": 9}, "has format 9; this version reads 6"),
         ({"vocab": 500}, "was altered"),
         ({"text_bytes": 1}, "was altered"),
         ({"shards": []}, "was altered"),

@@ -239,7 +239,14 @@ def split_of(texts: list[str], share: float, seed: int) -> list[tuple[str, bool]
 def test_about_the_wanted_share_is_held_out_of_any_corpus(share):
     """Many equal documents, few of them, copies only, and one that outweighs the others."""
     many, few = [f"{i} " * 50 for i in range(1000)], ["a " * 500, "b " * 500]
-    for texts in (many, few, ["copy " * 100] * 5, ["big " * 10_000, *few]):
+    short = [f"{i}\n" for i in range(5000)]
+    for texts in (
+        many,
+        few,
+        ["copy " * 100] * 5,
+        ["big " * 10_000, *few],
+        ["big " * 4_000, *short],
+    ):
         for seed in range(5):
             parts = split_of(texts, share, seed)
             out = sum(len(text) for text, out in parts if out)
@@ -587,6 +594,27 @@ def test_no_text_is_held_out_of_one_source_and_trained_on_in_another(tmp_path):
     assert set(one[0]) <= set(many[0])
     assert set(one[1]) <= set(many[1])
     assert all((*many, *one))
+
+
+def test_short_documents_stay_whole_beside_a_source_that_must_be_cut(tmp_path):
+    """The source of many also has a copy of the long one, which is cut in both alike."""
+    texts = ["\n".join(checks_text.words(10, seed)) for seed in range(900)]
+    long = "\n".join(checks_text.words(5000, 999))
+    for name, own in (("many", [*texts, long]), ("one", [long])):
+        (tmp_path / name).mkdir()
+        for i, text in enumerate(own):
+            (tmp_path / name / f"{i}.txt").write_text(text)
+    weights = {str(tmp_path / name): 1.0 for name in ("many", "one")}
+    config = DataConfig(mixture=weights, cache=str(tmp_path / "cache"), held_out=0.2)
+    prepared = prepare(replace(config, sequence_length=16), 300)
+    many, one = (checks_text.sides(prepared, source) for source in prepared.sources)
+    (head,), (tail,) = one
+    assert head + tail == long
+    assert sorted([*many[0], *many[1]]) == sorted([*texts, head, tail])
+    assert head in many[0]
+    assert tail in many[1]
+    for train, out in (many, one):
+        assert 0.1 < len("".join(out)) / len("".join([*train, *out])) < 0.4
 
 
 # What is left of an interrupted run

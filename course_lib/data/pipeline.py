@@ -15,6 +15,7 @@ time, never the corpus.
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import zipfile
@@ -38,6 +39,7 @@ from course_lib.data.loading import DataWorkerDied, fetch_ahead
 
 CHUNK = 1 << 22  # characters; the document that reaches it is the last one of its chunk
 LESSONS = 1 << 25  # characters that a tokenizer learns from, about
+WHOLE = 50  # held-out documents, at least, where small ones are drawn beside large ones
 KINDS = ("new", "exact", "near")
 SIDES = ("train", "held_out")
 THRESHOLDS = {"none": None, "exact": None, "near": 0.8}
@@ -203,12 +205,12 @@ class Split(NamedTuple):
     """Which text of a source is held out."""
 
     share: float  # of the text that is wanted
-    whole: bool  # documents are drawn whole, else the end of each is held out: see `splits`
-    train_bytes: float  # in the latter case about
+    cut_from: float  # bytes of a document whose end is held out; smaller ones are drawn whole
+    train_bytes: float  # about so much is left for training
 
     def parts(self, text: str, draw: int) -> list[tuple[str, bool]]:
         """The text of a document, in one or two parts, each with whether it is held out."""
-        if self.whole:
+        if len(text.encode()) < self.cut_from:
             return [(text, draw < _limit(self.share))]
         wanted = int(len(text) * (1 - self.share))
         near = int(len(text) * min(self.share, 1 - self.share) / 2)
@@ -219,14 +221,19 @@ class Split(NamedTuple):
 def splits(share: float, sizes: list[tuple[int, int]]) -> list[Split]:
     """What is held out of each source.
 
-    sizes: bytes on either side, of each source, if documents are drawn whole, as they are, if they
-        can be. Where that would hold out less than half or more than twice the share of a source,
-        since it has few or very unequal documents, the end of each document is held out, from a
-        line's start if one is near enough to give 1 to 1.5 times the share. All sources are
-        treated alike, so that a text that two of them have is on the same side in both.
+    sizes: bytes on either side, of each source, if all documents are drawn whole, as they are, if
+        they can be. Where that would hold out less than half or more than twice the share of a
+        source, since it has few or very unequal documents, the end of each larger document is held
+        out, from a line's start if one is near enough to give 1 to 1.5 times the share. Smaller
+        ones are still drawn whole: `WHOLE` of them are what is wanted of the smallest source, or
+        more, and so many are never far from their mean. What becomes of a text depends on the text
+        alone: if two sources have it, it is on the same side in both.
     """
-    whole = all(share / 2 <= out / (train + out) <= min(2 * share, 0.9) for train, out in sizes)
-    return [Split(share, whole, a if whole else (a + b) * (1 - share)) for a, b in sizes]
+    totals = [train + out for train, out in sizes]
+    shares = [out / total for (_, out), total in zip(sizes, totals)]
+    even = all(share / 2 <= drawn_share <= min(2 * share, 0.9) for drawn_share in shares)
+    cut_from = math.inf if even else min(share, 1 - share) * min(totals) / WHOLE
+    return [Split(share, cut_from, total * (1 - share)) for total in totals]
 
 
 def drawn(text: str, seed: int) -> int:
