@@ -17,7 +17,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -56,84 +56,63 @@ def fetch_ahead(
         yield from map(make, steps)
         return
     steps = iter(steps)
-    crew = closing(_Crew(make, workers)) if kind == "process" else nullcontext(make)
-    with closing(_Threads(workers)) as threads, crew as make:  # without the crew, no thread waits
-        first = itertools.islice(steps, max(depth, workers))
-        ahead = deque(threads.submit(make, step) for step in first)
+    with closing(_Crew(make, workers, kind)) as crew:
+        ahead = deque(map(crew.submit, itertools.islice(steps, max(depth, workers))))
         while ahead:
             item = ahead.popleft().result()
-            ahead.extend(threads.submit(make, step) for step in itertools.islice(steps, 1))
+            ahead.extend(map(crew.submit, itertools.islice(steps, 1)))
             yield item
 
 
-class _Threads:
-    """Threads that call functions in the order given. Unlike an executor's, they let Python exit
-    while one is busy."""
+class _Crew:
+    """Threads that make items in the order of their steps, each by itself or by its own process.
 
-    def __init__(self, size: int) -> None:
-        self._calls: SimpleQueue = SimpleQueue()
+    Unlike an executor's, they let Python exit while one is busy.
+    """
+
+    def __init__(self, make: Callable, size: int, kind: WorkerKind) -> None:
+        self._steps: SimpleQueue = SimpleQueue()
+        self._processes: list[_Process] = []
+        if kind == "process":
+            order = pickle.dumps(sys.path) + pickle.dumps(cloudpickle.dumps(make))
+            self._processes = [_Process(order) for _ in range(size)]
+        makers = [process.make for process in self._processes] or [make] * size
         self._threads = [
-            Thread(target=self._run, name="prefetch", daemon=True) for _ in range(size)
+            Thread(target=self._run, args=(make,), name="prefetch", daemon=True) for make in makers
         ]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, function: Callable, argument: object) -> Future:
+    def submit(self, step: int) -> Future:
         future = Future()
-        self._calls.put((future, function, argument))
+        self._steps.put((future, step))
         return future
 
-    def _run(self) -> None:
-        while call := self._calls.get():
-            future, function, argument = call
+    def _run(self, make: Callable) -> None:
+        while task := self._steps.get():
+            future, step = task
             try:
-                future.set_result(function(argument))
+                future.set_result(make(step))
             except BaseException as problem:
                 future.set_exception(problem)
 
     def close(self) -> None:
-        """Drop what nobody has begun, and wait for what somebody has."""
+        """Drop what nobody has begun, end the processes, and wait for what threads have begun."""
         with suppress(Empty):
             while True:
-                self._calls.get_nowait()
+                self._steps.get_nowait()
+        for process in self._processes:
+            process.kill()
         for _ in self._threads:
-            self._calls.put(None)
+            self._steps.put(None)
         for thread in self._threads:
             thread.join()
+        for process in self._processes:
+            process.close()
 
 
-class _Crew:
-    """Processes that make items; called from as many threads."""
-
-    def __init__(self, make: Callable, size: int) -> None:
-        order = pickle.dumps(sys.path) + pickle.dumps(cloudpickle.dumps(make))
-        self._workers = [_Worker(order) for _ in range(size)]
-        self._free: SimpleQueue[_Worker] = SimpleQueue()
-        for worker in self._workers:
-            self._free.put(worker)
-
-    def __call__(self, step: int) -> object:
-        worker = self._free.get()
-        try:
-            item, problem = worker.ask(step)
-        finally:
-            self._free.put(worker)
-        if problem is not None:
-            raise problem
-        return item
-
-    def close(self) -> None:
-        for worker in self._workers:
-            worker.process.kill()
-        for worker in self._workers:
-            worker.process.wait()
-            for pipe in (worker.process.stdin, worker.process.stdout):
-                with suppress(OSError):  # what was still to be sent
-                    pipe.close()
-
-
-class _Worker:
-    """One process, started at once, and the pipes to it."""
+class _Process:
+    """A process that makes items, started at once, and the pipes to it."""
 
     # A signal that is meant to stop the run must not end its workers before it: the run does.
     _PROGRAM = (
@@ -144,27 +123,38 @@ class _Worker:
     )
 
     def __init__(self, order: bytes) -> None:
-        self.process = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, "-c", self._PROGRAM],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0,
         )  # fmt: skip
         self._order = order  # sent with the first step
+        self.kill = self._process.kill
 
-    def ask(self, step: int) -> tuple[object, BaseException | None]:
-        """The item of a step, or what went wrong."""
+    def make(self, step: int) -> object:
+        """The item of a step; raises what went wrong there."""
+        process = self._process
         try:
-            self.process.stdin.write(self._order + pickle.dumps(step))
-            self.process.stdin.flush()
+            process.stdin.write(self._order + pickle.dumps(step))
+            process.stdin.flush()
             self._order = b""
-            return pickle.load(self.process.stdout)
+            item, problem = pickle.load(process.stdout)
         except (OSError, EOFError, pickle.UnpicklingError):
-            code = self.process.wait()
+            code = process.wait()
             how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
             advice = "If nobody ended it, the machine ran out of memory: take fewer data.workers."
             raise DataWorkerDied(
-                f"data worker {self.process.pid} {how} while it made the item of step {step}. "
+                f"data worker {process.pid} {how} while it made the item of step {step}. "
                 + advice * (code == -9)
             ) from None
+        if problem is not None:
+            raise problem
+        return item
+
+    def close(self) -> None:
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):  # what was still to be sent
+                pipe.close()
 
 
 def serve() -> None:
