@@ -63,20 +63,19 @@ def build(
 def _build_section(name: str, kind: type, table: Any) -> tuple[Any, list[str]]:
     if not isinstance(table, Mapping):
         return None, [f"[{name}] is a section; write its keys below it"]
-    hints, faults, misfits = typing.get_type_hints(kind), [], []
+    hints, table = typing.get_type_hints(kind), dict(table)
+    values, faults, misfits = {}, [], []
     presets = kind.presets() if hasattr(kind, "presets") else {}
-    values = {}
-    if "preset" in table and presets:
-        preset = table["preset"]
-        if preset in presets:
-            values = {f.name: getattr(presets[preset], f.name) for f in fields(kind)}
+    if presets and "preset" in table:
+        preset = table.pop("preset")
+        if preset in list(presets):  # a list: what TOML gives may have no hash
+            values = dict(vars(presets[preset]))
         else:
             faults.append(f"{name}.preset {preset!r} is unknown{_nearest(str(preset), presets)}")
             misfits = list(hints)
-        table = {key: value for key, value in table.items() if key != "preset"}
     for key, value in table.items():
         if key not in hints:
-            known = [*hints, *(["preset"] if presets else [])]
+            known = [*hints, "preset"] if presets else hints
             faults.append(f"unknown key {name}.{key}{_nearest(key, known)}")
             continue
         value, fault = _fit(value, hints[key])
@@ -123,9 +122,10 @@ def _fit(value: Any, hint: Any) -> tuple[Any, str | None]:
         return value, fault and fault.replace(", not ", " or none, not ")
     if origin is dict:
         return _fit_table(value, options[1])
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    is_bool = isinstance(value, bool)  # which Python counts among the whole numbers
+    if hint is float and isinstance(value, int) and not is_bool:
         return float(value), None
-    if isinstance(value, hint) and not (hint is not bool and isinstance(value, bool)):
+    if isinstance(value, hint) and is_bool == (hint is bool):
         return value, None
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
     return value, f"must be {names.get(hint, hint)}, not {type(value).__name__}"
@@ -158,14 +158,9 @@ def _apply(overrides: list[str], tables: dict, sections: Mapping[str, type]) -> 
         table = tables.setdefault(section, {})
         if isinstance(table, dict):
             hint = typing.get_type_hints(sections[section]).get(key)
-            is_text = str in _alternatives(hint) and not raw.startswith(('"', "'"))
-            table[key] = raw if is_text else _parse(raw)  # --run.directory=7 is a name
+            bare = hint in (str, str | None) and not raw.startswith(('"', "'"))
+            table[key] = raw if bare else _parse(raw)  # --run.directory=7 is a name
     return faults
-
-
-def _alternatives(hint: Any) -> tuple:
-    """The types of which a value may be one."""
-    return (hint,) if typing.get_origin(hint) is dict else (hint, *typing.get_args(hint))
 
 
 def _parse(raw: str) -> Any:

@@ -135,6 +135,7 @@ def test_the_command_line_changes_single_keys(tmp_path, override, changes):
         ("[zzzz]\n", "unknown section [zzzz]; known are plain, toy"),
         ("[plain]\nzzzz = 3\n", "unknown key plain.zzzz; known are value"),
         ('[toy]\npreset = "mnay"\n', "toy.preset 'mnay' is unknown; did you mean many?"),
+        ("[toy]\npreset = [1]\n", "toy.preset [1] is unknown; known are few, many"),
         ('[plain]\npreset = "many"\n', "unknown key plain.preset; known are value"),
         ('[toy]\nkind = "lrge"\n',
          'toy.kind = "lrge": must be one of large, small; did you mean large?'),

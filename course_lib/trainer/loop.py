@@ -36,6 +36,8 @@ from course_lib.training import autocast, learning_rate, loss_sum
 
 STOPPED = 75  # exit code of a run that a signal ended after saving (EX_TEMPFAIL: run it again)
 
+COUNTERS = ("data_step", "optimizer_step", "skipped", "skipped_in_a_row")  # of the state; saved
+
 
 class TrainingDiverged(RuntimeError):
     """Too many steps in a row whose gradient was not finite."""
@@ -221,10 +223,7 @@ class Trainer:
     def _run_state(self) -> dict:
         state = self.state
         return {
-            "data_step": state.data_step,
-            "optimizer_step": state.optimizer_step,
-            "skipped": state.skipped,
-            "skipped_in_a_row": state.skipped_in_a_row,
+            **{name: getattr(state, name) for name in COUNTERS},
             "tokens": self.tokens,
             "scaler": asdict(state.scaler) if state.scaler else None,
             "settings": self._settings,
@@ -255,7 +254,7 @@ class Trainer:
             lambda: require_same_run(newest, checkpoint.read_manifest(newest).state, *now),
         )
         saved = checkpoint.load(newest, state.records, state.optimizer, self.mesh)
-        for name in ("data_step", "optimizer_step", "skipped", "skipped_in_a_row"):
+        for name in COUNTERS:
             setattr(state, name, saved[name])
         self.tokens = saved["tokens"]
         if state.scaler:

@@ -1,7 +1,7 @@
 """The trainer's whole configuration, and whether it fits the number of processes."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 from course_lib.config import ConfigError, load
 from course_lib.data import DataConfig
@@ -15,16 +15,12 @@ class ParallelConfig:
     """How the work is divided over ranks."""
 
     dp: Annotated[int | None, "data-parallel ranks; none: what is left of the world size"] = None
-    overlap: Annotated[bool, "send gradients while backward runs; backend pytorch always does"] = (
-        True
-    )
-    bucket_bytes: Annotated[int, "gradients of about so many bytes travel in one message"] = (
-        BUCKET_BYTES
-    )
+    overlap: Annotated[bool, "send gradients during backward; backend pytorch always does"] = True
+    bucket_bytes: Annotated[int, "about so many bytes of gradients make a message"] = BUCKET_BYTES
     compile: Annotated[bool, "run the model through torch.compile"] = False
-    backend: Annotated[
-        Literal["course", "pytorch"], "whose parallel parts are used; pytorch: DDP"
-    ] = "course"
+    backend: Annotated[Literal["course", "pytorch"], "whose parallel parts; pytorch: DDP"] = (
+        "course"
+    )
 
     def faults(self) -> list[str]:
         """Everything that is wrong with these values."""
@@ -79,16 +75,10 @@ class Config:
 
     def sections(self) -> dict[str, Any]:
         """Section name to dataclass, in the order of the file."""
-        return {name: getattr(self, name) for name in SECTIONS}
+        return dict(vars(self))
 
 
-SECTIONS = {
-    "model": ModelConfig,
-    "data": DataConfig,
-    "training": TrainingConfig,
-    "parallel": ParallelConfig,
-    "run": RunConfig,
-}
+SECTIONS = get_type_hints(Config)  # section name -> its dataclass
 
 
 @dataclass(frozen=True)
