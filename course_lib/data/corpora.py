@@ -123,10 +123,8 @@ def load_corpus(
     cache = Path(cache or default_cache())
     try:
         with plain_errors(cache):
-            if name in CORPORA:
-                return CORPORA[name](cache)
-            if (first := _FIRST.fullmatch(name)) and first[1] in STREAMED:
-                return streamed(STREAMED[first[1]], int(first[2]))
+            if known := _known(name):
+                return known(cache)
             return _files(Path(os.path.expanduser(name)))
     except CorpusUnavailable as problem:
         if fallback is None:
@@ -146,7 +144,7 @@ def plain_errors(cache: Path) -> Iterator[None]:
 
 def unknown_corpus(name: str) -> str | None:
     """What to say of a name that is no corpus, with the nearest; None for one that is."""
-    if name in CORPORA or ((first := _FIRST.fullmatch(name)) and first[1] in STREAMED):
+    if _known(name):
         return None
     if _speakable(name) != name:
         return f"corpus = {name!r} is not UTF-8; rename the folder or make a link to it"
@@ -154,6 +152,13 @@ def unknown_corpus(name: str) -> str | None:
         return None
     near = [*difflib.get_close_matches(name, CORPORA, 1), *CORPORA][0]
     return f"corpus = {name!r} is neither a known name nor a path that exists; nearest: {near!r}"
+
+
+def _known(name: str) -> Callable[[Path], Corpus] | None:
+    """What loads the corpus of a name from `CORPORA`, or so many documents of a streamed one."""
+    if (first := _FIRST.fullmatch(name)) and first[1] in STREAMED:
+        return lambda cache: streamed(STREAMED[first[1]], int(first[2]))
+    return CORPORA.get(name)
 
 
 def _shakespeare(cache: Path) -> Corpus:
@@ -185,14 +190,11 @@ def _aws_docs(cache: Path) -> Corpus:
 
 
 def _descriptions(zipped: bytes) -> list[str]:
-    found = []
-
-    def gather(record: dict) -> None:
-        if isinstance(text := record.get("documentation"), str):
-            found.append(text)
-
-    json.loads(gzip.decompress(zipped), object_hook=gather)
-    return found
+    found: list[object] = []
+    json.loads(
+        gzip.decompress(zipped), object_hook=lambda it: found.append(it.get("documentation"))
+    )
+    return [text for text in found if isinstance(text, str)]
 
 
 def _fetched(package: Package, cache: Path) -> Path:
@@ -252,12 +254,11 @@ def streamed(data: Dataset, limit: int | None = None) -> Corpus:
         ) from None
     try:
         if os.path.isdir(data.path):
-            version = _content(_sorted_files(Path(data.path)))
+            revision, version = None, _content(_sorted_files(Path(data.path)))
         else:  # one revision, so that a second pass reads the same
-            version = huggingface_hub.HfApi().dataset_info(data.path, timeout=15).sha
-        options = {} if os.path.isdir(data.path) else {"revision": version}
+            revision = version = huggingface_hub.HfApi().dataset_info(data.path, timeout=15).sha
         rows = datasets.load_dataset(
-            data.path, data.subset, split="train", streaming=True, **options
+            data.path, data.subset, split="train", streaming=True, revision=revision
         )
     except Exception as problem:  # of many libraries below
         reason = str(problem).strip().partition("\n")[0]

@@ -149,15 +149,12 @@ class Deduplicator(AbstractContextManager):
 
     def judge(self, name: str, made: Sketch) -> Verdict:
         """As `look`, of a sketch that was made elsewhere with the same threshold."""
-        same = self._one("SELECT name FROM texts WHERE hash = ?", made.hash)
-        if same:
+        if same := self._one("SELECT name FROM texts WHERE hash = ?", made.hash):
             return Verdict("exact", same[0], 1.0)
-        bands = made.bands.tolist()
-        near = self._nearest(made, bands)
-        if near is None:
-            self._enter(name, made, bands)
-            return Verdict("new")
-        return near
+        if near := self._nearest(made):
+            return near
+        self._enter(name, made)
+        return Verdict("new")
 
     def note(self, name: str, value: bytes) -> None:
         """Keep a note with all that was learned so far: both are in the file, or neither."""
@@ -173,20 +170,19 @@ class Deduplicator(AbstractContextManager):
             self._rows.commit()
         self._rows.close()
 
-    def _nearest(self, made: Sketch, bands: list[int]) -> Verdict | None:
+    def _nearest(self, made: Sketch) -> Verdict | None:
         """The first of the texts that share a band and are similar enough."""
-        found = "SELECT number FROM bands WHERE band = ? LIMIT ?"
-        sharing = {
-            row[0] for band in bands for row in self._rows.execute(found, (band, CANDIDATES))
-        }
-        for number in sorted(sharing):
-            text = "SELECT name, shingles FROM texts WHERE number = ?"
-            name, stored = self._one(text, number)
+        sharing = set()
+        for band in made.bands.tolist():
+            found = "SELECT number FROM bands WHERE band = ? LIMIT ?"
+            sharing.update(self._rows.execute(found, (band, CANDIDATES)))
+        for (number,) in sorted(sharing):
+            name, stored = self._one("SELECT name, shingles FROM texts WHERE number = ?", number)
             if (alike := _jaccard(made.shingles, np.frombuffer(stored, "<u4"))) >= self.threshold:
                 return Verdict("near", name, alike)
         return None
 
-    def _enter(self, name: str, made: Sketch, bands: list[int]) -> None:
+    def _enter(self, name: str, made: Sketch) -> None:
         row = (name, made.hash, made.shingles.tobytes())
         number = self._rows.execute(
             "INSERT INTO texts (name, hash, shingles) VALUES (?, ?, ?)", row
@@ -194,7 +190,7 @@ class Deduplicator(AbstractContextManager):
         self._rows.executemany(
             "INSERT INTO bands SELECT ?1, ?2 WHERE"
             " (SELECT COUNT(*) FROM (SELECT 1 FROM bands WHERE band = ?1 LIMIT ?3)) < ?3",
-            [(band, number, CANDIDATES) for band in bands],
+            [(band, number, CANDIDATES) for band in made.bands.tolist()],
         )
 
     def _one(self, question: str, value: object) -> tuple | None:
@@ -217,9 +213,7 @@ def _unique(values: np.ndarray) -> np.ndarray:
 
 
 def _jaccard(one: np.ndarray, other: np.ndarray) -> float:
-    """Of sorted arrays without repeated values; two empty ones are equal."""
-    if not (one.size and other.size):
-        return float(one.size == other.size)
-    places = np.searchsorted(other, one).clip(max=other.size - 1)
-    shared = int((other[places] == one).sum())
-    return shared / (one.size + other.size - shared)
+    """Of arrays without repeated values; two empty ones are equal."""
+    shared = np.intersect1d(one, other, assume_unique=True).size
+    either = one.size + other.size - shared
+    return shared / either if either else 1.0

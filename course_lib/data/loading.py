@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, suppress
-from functools import partial
+from functools import lru_cache
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import BinaryIO, Literal, TypeVar, get_args
@@ -163,38 +163,28 @@ def serve() -> None:
     os.dup2(2, 1)  # what `make` prints must not get among the answers
     orders: SimpleQueue = SimpleQueue()
     Thread(target=_listen, args=(sys.stdin.buffer, orders), daemon=True).start()
-    make = orders.get()
+    pickled = orders.get()
     with suppress(BrokenPipeError):  # nobody waits for the item any more
         while True:
-            answers.write(_answer(make, orders.get()))
+            answers.write(_answer(pickled, orders.get()))
             answers.flush()
     os._exit(0)
 
 
 def _listen(file: BinaryIO, orders: SimpleQueue) -> None:
     try:
-        orders.put(_opened(pickle.load(file)))
         while True:
             orders.put(pickle.load(file))
     finally:
         os._exit(0)
 
 
-def _opened(pickled: bytes) -> Callable:
-    """The function that makes items; if it cannot be had here, one that says why."""
+_opened = lru_cache(1)(pickle.loads)  # the function that makes items
+
+
+def _answer(pickled: bytes, step: int) -> bytes:
     try:
-        return pickle.loads(pickled)
-    except Exception as problem:
-        return partial(_refuse, problem)
-
-
-def _refuse(problem: Exception, step: int) -> None:
-    raise problem
-
-
-def _answer(make: Callable, step: int) -> bytes:
-    try:
-        return pickle.dumps((make(step), None), protocol=5)
+        return pickle.dumps((_opened(pickled)(step), None), protocol=5)
     except BaseException as problem:  # as in a thread, also of sys.exit
         problem.add_note(f"In a data worker:\n{traceback.format_exc()}")
         try:

@@ -78,7 +78,8 @@ class ShardWriter(AbstractContextManager):
         self.text_bytes += text_bytes
         while ids.size:
             if self._file is None:
-                self._file = self._begin(f"tokens-{len(self._entries):05d}.bin")
+                name = f"tokens-{len(self._entries):05d}.bin.partial"
+                self._file = (self.directory / name).open("wb")
             part = ids[: self.tokens_per_shard - self.tokens % self.tokens_per_shard]
             self._file.write(part)
             self.tokens += part.size
@@ -98,9 +99,6 @@ class ShardWriter(AbstractContextManager):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-
-    def _begin(self, name: str) -> BinaryIO:
-        return (self.directory / f"{name}.partial").open("wb")
 
     def _finish_shard(self) -> None:
         if self._file is not None:
@@ -163,26 +161,23 @@ def join_shards(parts: Sequence[str | Path], directory: str | Path) -> None:
     of them is in the indexes of the parts. Raises ValueError without parts, and for parts of
     unlike vocabularies or tokenizers.
     """
-    made_with = {
-        (index["vocab"], index["tokenizer_sha256"])
-        for index in (_read_index(Path(part) / "index.json") for part in parts)
-    }
+    indexes = [_read_index(Path(part) / "index.json") for part in parts]
+    made_with = {(index["vocab"], index["tokenizer_sha256"]) for index in indexes}
     if len(made_with) != 1:
         raise ValueError(f"{len(parts)} parts with {len(made_with)} vocabularies or tokenizers")
     ((vocab, tokenizer_sha256),) = made_with
     directory = Path(directory)
     directory.mkdir(parents=True)
-    entries, first, text_bytes = [], 0, 0
+    entries, tokens = [], 0
     with (directory / "documents.bin.partial").open("wb") as starts:
-        for part in map(Path, parts):
-            index = _read_index(part / "index.json")
+        for part, index in zip(map(Path, parts), indexes):
+            starts.write(_map(part, index["starts"], _POSITION) + tokens)
             for entry in index["shards"]:
                 name = f"tokens-{len(entries):05d}.bin"
                 _link(part / entry["file"], directory / name)
                 entries.append(entry | {"file": name})
-            starts.write(_map(part, index["starts"], _POSITION) + first)
-            first += sum(entry["bytes"] for entry in index["shards"]) // token_dtype(vocab).itemsize
-            text_bytes += index["text_bytes"]
+                tokens += entry["bytes"] // token_dtype(vocab).itemsize
+    text_bytes = sum(index["text_bytes"] for index in indexes)
     _write_index(directory, entries, vocab, text_bytes, tokenizer_sha256)
 
 

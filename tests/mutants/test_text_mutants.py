@@ -42,7 +42,7 @@ def candidates_not_verified(put):
 
 
 def only_equal_texts_found(put):
-    put.setattr(deduplication.Deduplicator, "_nearest", lambda self, made, bands: None)
+    put.setattr(deduplication.Deduplicator, "_nearest", lambda self, made: None)
 
 
 def copies_of_the_first_dropped_with_it(put):
