@@ -218,6 +218,16 @@ class Buckets:
                 "before data_parallelize, or build the model and its buckets again on all ranks"
             )
 
+    def require_views(self) -> None:
+        """Raise RuntimeError where a gradient is not what was sent and summed (or None)."""
+        for bucket, members in zip(self.plan, self.members):
+            for name, (parameter, view) in zip(bucket.names, members):
+                if parameter.grad is not None and parameter.grad is not view:
+                    raise RuntimeError(
+                        f"the gradient of {name} was replaced while its bucket travelled, so it is "
+                        "not summed; change gradients after reduce, and call data_parallelize once"
+                    )
+
 
 def adopt(parameter: nn.Parameter, view: Tensor) -> None:
     """Make `view` the parameter's gradient, with the values of the one that it has; none is 0."""

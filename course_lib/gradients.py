@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from course_lib import collectives, data_parallel
 from course_lib.mesh import Mesh
@@ -48,14 +49,17 @@ def finish_gradients(
             record.parameter.grad = torch.zeros_like(record.parameter)
     (reduce or data_parallel.sum_flattened)(records, mesh)
     gradients = [record.parameter.grad for record in records]
-    if loss_scale != 1:
-        torch._foreach_mul_(gradients, 1 / loss_scale)
+    _multiply(gradients, 1 / loss_scale)
     norm = gradient_norm(records, mesh)
     if clip_norm is not None and math.isfinite(norm):
-        factor = clip_norm / (norm + 1e-6)  # as torch's clip_grad_norm_, so that results compare
-        if factor < 1:
-            torch._foreach_mul_(gradients, factor)
+        # As torch's clip_grad_norm_, so that results compare.
+        _multiply(gradients, min(clip_norm / (norm + 1e-6), 1.0))
     return Finished(norm, math.isfinite(norm))
+
+
+def _multiply(gradients: list[Tensor], factor: float) -> None:
+    if gradients and factor != 1:  # a stage may hold frozen parameters only
+        torch._foreach_mul_(gradients, factor)
 
 
 def gradient_norm(records: Records, mesh: Mesh) -> float:

@@ -102,6 +102,7 @@ class Overlap:
                 self.times[index].started_s = transfer.started_s
                 self.times[index].finished_s = transfer.finished_s
         self.buckets.require(records)  # only now: nothing is left on its way where it raises
+        self.buckets.require_views()
 
     def _begin(self) -> None:
         self.times = [BucketTimes() for _ in self.buckets.plan]  # of this step, or the last one

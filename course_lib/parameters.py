@@ -13,6 +13,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -201,18 +202,18 @@ def gather_full(
     its boxes into zeros, and a sum over all ranks joins them: no assumption on the layout.
     """
     held = {r.name: r for r in records}
-    shapes = {name: record.shape for name, record in held.items()}
+    kinds = {name: (record.shape, tensors[name].dtype) for name, record in held.items()}
     if mesh.world is not None:
         everyone: list = [None] * mesh.world_size
-        dist.all_gather_object(everyone, shapes, group=mesh.world)
-        shapes = {name: shape for part in everyone for name, shape in part.items()}
-    dtype = next(iter(tensors.values())).dtype
-    sizes = [math.prod(shape) for shape in shapes.values()]
-    joined = torch.zeros(sum(sizes), dtype=dtype, device=mesh.device)
-    full = {name: part.view(shapes[name]) for name, part in zip(shapes, joined.split(sizes))}
+        dist.all_gather_object(everyone, kinds, group=mesh.world)
+        kinds = {name: kind for part in everyone for name, kind in part.items()}
+    widest = reduce(torch.promote_types, (dtype for _, dtype in kinds.values()), torch.uint8)
+    sizes = [math.prod(shape) for shape, _ in kinds.values()]
+    joined = torch.zeros(sum(sizes), dtype=widest, device=mesh.device)
+    full = {name: part.view(kinds[name][0]) for name, part in zip(kinds, joined.split(sizes))}
     for name, record in held.items():
         if record.owner:
             for box in record.boxes:
                 full[name][box.place] = tensors[name][box.local]
     collectives.all_reduce(joined, mesh.world, "proof").wait()
-    return full
+    return {name: tensor.to(kinds[name][1]) for name, tensor in full.items()}

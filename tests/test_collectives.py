@@ -194,6 +194,19 @@ def test_expanded_and_transposed_gradients_are_communicated_right():
     on_ranks(checks.check_strided_gradients, TWO)
 
 
+def check_second_derivative(mesh: Mesh) -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = autograd.copy_to(x.square(), mesh.world, "x").pow(3).sum()
+    (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+
+
+def test_a_second_derivative_is_refused():
+    """It would leave out the ranks' other terms, without an error."""
+    on_ranks(check_second_derivative, TWO)
+
+
 def check_undivided(mesh: Mesh) -> None:
     with pytest.raises(ValueError, match=r"dimension -1 of shape \(2, 5\) does not divide over 2"):
         autograd.split_to(torch.zeros(2, 5), mesh.world, "x")

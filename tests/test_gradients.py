@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from course_lib.mesh import Mesh
 from course_lib.model import build
@@ -36,6 +37,22 @@ def test_frozen_parameters_are_left_alone():
     assert done == core.finish_gradients(found, ALONE)
     assert model.embedding.weight.grad is None
     assert done.norm == 0
+
+
+def check_nothing_trainable_on_one_rank(mesh: Mesh) -> None:
+    """As a pipeline stage whose layers are frozen: it joins the collectives all the same."""
+    model = build(TINY)
+    model.requires_grad_(mesh.rank("dp") == 0)
+    found = build_records(model, mesh)
+    for record in found:
+        record.parameter.grad = torch.ones_like(record.parameter)
+    done = core.finish_gradients(found, mesh, 1.0, 2.0, reduce=lambda records, mesh: None)
+    assert done.finite
+    assert done.norm > 1
+
+
+def test_a_rank_that_trains_nothing_unscales_and_clips_nothing():
+    on_ranks(check_nothing_trainable_on_one_rank, TWO)
 
 
 @pytest.mark.trap("CLIP-01")

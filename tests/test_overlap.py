@@ -14,6 +14,7 @@ from course_lib.parameters import build_records
 from course_lib.trainer.step import training_step
 from tests import checks_core as core
 from tests import checks_data_parallel as checks
+from tests import checks_records as records
 from tests.checks_core import TINY, TWO, on_ranks
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -51,6 +52,18 @@ def test_a_gradient_that_comes_after_its_bucket_is_refused():
 
 def test_after_a_failed_backward_pass_the_buckets_can_be_cleared():
     on_ranks(checks.check_after_a_failed_backward, TWO)
+
+
+def check_hooked_twice(mesh: Mesh) -> None:
+    """The newer hooks take the gradients away from the older ones, which are used here."""
+    state, older = checks.overlapped(mesh)
+    Overlap(Buckets(state.records, mesh, older.buckets.plan))
+    message = records.failure(training_step, state, core.own_batches(mesh, 0), 0.1, 0.0, "fp64")
+    assert "was replaced while its bucket travelled" in message, message
+
+
+def test_a_gradient_replaced_before_its_sum_is_refused():
+    on_ranks(check_hooked_twice, TWO)
 
 
 def test_a_loop_left_early_sends_nothing_more():

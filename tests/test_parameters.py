@@ -120,6 +120,23 @@ def test_gathering_gives_whole_tensors_on_one_rank_too():
     assert weights["norm.weight"].any(), "a proof must not share memory with the model"
 
 
+def check_gathers_all_dtypes(mesh: Mesh) -> None:
+    """Rank 0 holds two dtypes, rank 1 nothing (a stage without trainable parameters)."""
+    model = build(TINY)
+    model.norm.double()
+    found = build_records(model, mesh) if mesh.rank("pp") == 0 else []
+    found = [replace(record, owner=True) for record in found]
+    third = {r.name: torch.full_like(r.parameter.detach(), 1 / 3) for r in found}
+    full = gather_full(found, third, mesh)
+    assert full["norm.weight"].tolist() == [1 / 3] * TINY.width, "digits of float64 were lost"
+    assert full["embedding.weight"].dtype == torch.float32
+    assert gather_full([], {}, mesh) == {}
+
+
+def test_gathering_keeps_every_dtype_and_needs_no_tensor_on_each_rank():
+    on_ranks(check_gathers_all_dtypes, {"pp": 2})
+
+
 def test_replicas_that_differ_are_named():
     on_ranks(records.check_replicas_are_compared, records.DP_TP)
 

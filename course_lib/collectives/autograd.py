@@ -29,6 +29,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from course_lib.collectives import operations
 
@@ -82,6 +83,7 @@ class _Pair(torch.autograd.Function):
         return forward(tensor)
 
     @staticmethod
+    @once_differentiable  # what is sent in backward has no derivative of its own: refuse, not guess
     def backward(ctx, gradient: Tensor):
         return ctx.run(gradient), None, None
 
