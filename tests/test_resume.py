@@ -35,7 +35,7 @@ def compared(fingerprint="ab", saved=SAVED, **changes):
     """What has changed, where these settings are other ones now; None: no such setting."""
     now = SAVED["settings"] | {name.replace("__", "."): text for name, text in changes.items()}
     now = {name: text for name, text in now.items() if text is not None}
-    return require_same_run("step_1", saved, now, fingerprint)
+    return require_same_run("step_1", saved, {"settings": now, "data_fingerprint": fingerprint})
 
 
 def refused(*arguments, **changes) -> str:

@@ -29,7 +29,7 @@ from course_lib.data_parallel import agree
 from course_lib.mesh import Mesh
 from course_lib.model import generate
 from course_lib.trainer import metrics
-from course_lib.trainer.resume import require_same_run, settings_of
+from course_lib.trainer.resume import describe, require_same_run
 from course_lib.trainer.settings import Config, Layout
 from course_lib.trainer.step import StepResult, parallelize, training_step
 from course_lib.training import autocast, learning_rate, loss_sum
@@ -61,9 +61,7 @@ class Trainer:
         self.train_data, self.held_out = open_datasets(self.prepared, config.data)
         self.state = parallelize(config.model, config.training, mesh, config.parallel)
         self.tokens = 0  # valid tokens trained on so far
-        tables = {name: asdict(section) for name, section in config.sections().items()}
-        del tables["run"]  # where it writes, and how often: free to change, and not worth a word
-        self._settings = settings_of(tables)
+        self._described = describe(config, self.prepared.fingerprint)
         self._resumed = ""  # from where, and what has changed since, in words
         self._resume()
         self._first = self.state.data_step  # of this process
@@ -226,8 +224,7 @@ class Trainer:
             **{name: getattr(state, name) for name in COUNTERS},
             "tokens": self.tokens,
             "scaler": asdict(state.scaler) if state.scaler else None,
-            "settings": self._settings,
-            "data_fingerprint": self.prepared.fingerprint,
+            **self._described,
         }
 
     def save(self) -> None:
@@ -248,11 +245,12 @@ class Trainer:
                 f"{folder} holds checkpoints of an earlier run; choose another run.directory, or "
                 "go on with run.resume = true"
             )
-        state, now = self.state, (self._settings, self.prepared.fingerprint)
-        changes, *_ = together(
-            self.mesh,
-            lambda: require_same_run(newest, checkpoint.read_manifest(newest).state, *now),
-        )
+        state = self.state
+
+        def compare() -> list[str]:
+            return require_same_run(newest, checkpoint.read_manifest(newest).state, self._described)
+
+        changes, *_ = together(self.mesh, compare)
         saved = checkpoint.load(newest, state.records, state.optimizer, self.mesh)
         for name in COUNTERS:
             setattr(state, name, saved[name])

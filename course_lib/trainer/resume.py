@@ -9,10 +9,12 @@ are equal where their texts are.
 """
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from course_lib.checkpoint import CheckpointError
 from course_lib.config import as_toml
+from course_lib.trainer.settings import Config
 
 # Settings of [training] that must stay, and those of [data] on which no sample depends.
 RECIPE = ("training.global_batch_tokens", "training.precision", "training.optimizer",
@@ -20,27 +22,35 @@ RECIPE = ("training.global_batch_tokens", "training.precision", "training.optimi
 SPEED = ("data.processes", "data.workers", "data.worker_kind", "data.cache")
 
 
-def settings_of(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def describe(config: Config, data_fingerprint: str) -> dict[str, Any]:
+    """What a checkpoint keeps of a run, to be compared by `require_same_run`.
+
+    Its "settings" leave out [run]: where a run writes, and how often, is free.
+    """
+    tables = {name: asdict(section) for name, section in config.sections().items()}
+    del tables["run"]
+    return {"settings": settings_of(tables), "data_fingerprint": data_fingerprint}
+
+
+def settings_of(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Each setting as text: {"model.width": "128", "data.corpus": '"shakespeare"', …}."""
     return {
         f"{section}.{key}": as_toml(value)
-        for section, table in sections.items()
+        for section, table in tables.items()
         for key, value in table.items()
     }
 
 
-def require_same_run(
-    path: Any, saved: Mapping[str, Any], settings: Mapping[str, str], data_fingerprint: str
-) -> list[str]:
+def require_same_run(path: Any, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Refuse to go on with another model, other data or another recipe than a checkpoint's run.
 
-    saved: the run state of the checkpoint at path. settings, data_fingerprint: of this run; equal
+    saved: the run state of the checkpoint at path. now: of this run, from `describe`. Equal
     fingerprints mean equal samples, whatever the settings of the data.
     Returns in words each setting that is another now and may be. Raises CheckpointError naming
     each that may not, with both values; or, where no setting explains other data, the text itself.
     """
     before, saved_fingerprint = _stored(path, saved)
-    same_data = saved_fingerprint == data_fingerprint
+    settings, same_data = now["settings"], saved_fingerprint == now["data_fingerprint"]
     sections = {name.partition(".")[0] for name in before}
     faults, changes = [], []
     for name in {**settings, **before}:
@@ -61,7 +71,7 @@ def require_same_run(
             else "[data] is not the same; this older checkpoint does not say in which setting"
         )
     if faults:
-        advice = "set it back, or start a new run in another run.directory"
+        advice = "set back what differs, or start a new run in another run.directory"
         raise CheckpointError(f"{path} is of another run: {'; '.join(faults)}; {advice}")
     return changes
 
