@@ -72,11 +72,11 @@ class Work:
         """The file of a chunk."""
         return self.folder / f"{name}.chunk"
 
-    def load(self, name: str, *fields: str) -> "Chunk":
-        """A chunk, of which only some fields are read; the others are None."""
+    def load(self, name: str) -> "Chunk":
+        """A chunk that was read, cleaned and sketched."""
         try:
             with np.load(self.chunk(name)) as arrays:
-                return Chunk(**{f: arrays[f] if f in fields else None for f in Chunk._fields})
+                return Chunk(**arrays)
         except ValueError as problem:  # as numpy says of anything that does not start like a zip
             raise zipfile.BadZipFile(f"{self.chunk(name)}: {problem}") from None
 
@@ -129,7 +129,8 @@ def read_chunks(work: Work, corpora: list[Corpus]) -> list[list[str]]:
                         yield names[number][-1], documents
 
         work.each(partial(_tidy, work), missing())
-        _write(finished, json.dumps(names).encode())
+        with _named_when_complete(finished) as temporary:
+            temporary.write_text(json.dumps(names))
     return json.loads(finished.read_bytes())
 
 
@@ -140,10 +141,7 @@ def find_duplicates(work: Work, names: list[str]) -> None:
     with _index(work) as index:
         for name in _shown(names, "duplicates", unit=" chunks"):
             if index.noted(name) is None:
-                some = work.load(
-                    name, "names", "hashes", "shingles", "shingle_ends", "bands", "band_ends"
-                )
-                kinds = [index.judge(*each).kind for each in some.sketches()]
+                kinds = [index.judge(*each).kind for each in work.load(name).sketches()]
                 index.note(name, bytes(map(KINDS.index, kinds)))
 
 
@@ -151,7 +149,7 @@ def verdicts(work: Work, names: list[str]) -> Iterator[np.ndarray]:
     """For each chunk, the place in KINDS of each document: uint8, (documents,)."""
     if work.config.deduplicate == "none":
         for name in names:
-            yield np.zeros(work.load(name, "ends").ends.size, np.uint8)
+            yield np.zeros(work.load(name).ends.size, np.uint8)
         return
     with _index(work) as index:
         for name in names:
@@ -160,31 +158,29 @@ def verdicts(work: Work, names: list[str]) -> Iterator[np.ndarray]:
 
 def count(work: Work, corpus: Corpus, names: list[str]) -> tuple[Counter, tuple[int, int]]:
     """What became of a corpus's documents, and bytes on either side if each is drawn whole."""
-    counts, sizes = Counter(), [0, 0]
+    counts = Counter()
     for name, kinds in zip(names, verdicts(work, names)):
-        some = work.load(name, "read", "ends", "draws")
-        sizes_in_bytes = np.diff(some.ends, prepend=0)
-        counts += Counter(dict(zip(("documents", "empty", "bytes_read"), some.read.tolist())))
-        kept_or_not = np.bincount(kinds, minlength=len(KINDS)).tolist()
-        counts += Counter(dict(zip(("kept", "exact", "near"), kept_or_not)))
-        counts["bytes_cleaned"] += int(sizes_in_bytes.sum())
-        out = some.draws < _limit(work.config.held_out)
-        for side in (0, 1):
-            sizes[side] += int(sizes_in_bytes[(kinds == 0) & (out == side)].sum())
-    if not sum(sizes):
+        some = work.load(name)
+        size = np.diff(some.ends, prepend=0)  # (documents,) bytes
+        out = some.draws < _limit(work.config.held_out)  # (documents,)
+        counts.update(dict(zip(("documents", "empty", "bytes_read"), some.read.tolist())))
+        counts.update(KINDS[kind] for kind in kinds.tolist())
+        counts["bytes_cleaned"] += int(size.sum())
+        counts["bytes_kept"] += int(size[kinds == 0].sum())
+        counts["bytes_out"] += int(size[(kinds == 0) & out].sum())
+    if not counts["bytes_kept"]:
         left = " but repetitions" if counts["exact"] + counts["near"] else ""
         raise DataError(f"the corpus is empty: {corpus.name} holds no text{left}")
-    counts["bytes_kept"] = sum(sizes)
-    return counts, tuple(sizes)
+    counts["kept"], out = counts.pop("new"), counts.pop("bytes_out")
+    return counts, (counts["bytes_kept"] - out, out)
 
 
 def learn(work: Work, sources: list[tuple[list[str], "Split"]]) -> None:
     """Learn the tokenizer from training text, each source giving an equal part at most."""
     path = work.folder / "tokenizer.json"
     if not path.is_file():
-        trained = tokenizer.train_tokenizer(_lessons(work, sources), work.vocab)
-        trained.save(temporary := _temporary(path))
-        temporary.replace(path)
+        with _named_when_complete(path) as temporary:
+            tokenizer.train_tokenizer(_lessons(work, sources), work.vocab).save(temporary)
 
 
 def encode(work: Work, sources: list[tuple[list[str], "Split"]]) -> None:
@@ -260,7 +256,7 @@ def _lessons(work: Work, sources: list[tuple[list[str], Split]]) -> Iterator[str
 
 
 def _kept(work: Work, name: str, kinds: np.ndarray, split: Split) -> Iterator[tuple[str, bool]]:
-    some = work.load(name, "text", "ends", "draws")
+    some = work.load(name)
     for text, draw, kind in zip(some.texts(), some.draws.tolist(), kinds.tolist()):
         if kind == 0:
             yield from split.parts(text, draw)
@@ -303,10 +299,8 @@ def _tidy(work: Work, task: tuple[str, list[Document]]) -> None:
         bands=np.concatenate([np.empty(0, np.int64), *(s.bands for s in sketches)]),
         band_ends=_ends([s.bands for s in sketches]),
     )
-    temporary = _temporary(work.chunk(name))
-    with temporary.open("wb") as file:
+    with _named_when_complete(work.chunk(name)) as temporary, temporary.open("wb") as file:
         np.savez(file, **chunk._asdict())
-    temporary.replace(work.chunk(name))
 
 
 def _encode(work: Work, task: tuple[str, np.ndarray, Split]) -> None:
@@ -353,6 +347,8 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.getpid()}")
 
 
-def _write(path: Path, data: bytes) -> None:
-    _temporary(path).write_bytes(data)
+@contextlib.contextmanager
+def _named_when_complete(path: Path) -> Iterator[Path]:
+    """Where to write a file that gets its name at the end, and not after an error."""
+    yield _temporary(path)
     _temporary(path).replace(path)
