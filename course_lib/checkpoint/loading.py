@@ -123,16 +123,16 @@ def _fill(records: list[ParameterRecord], optimizer, stored: "_Stored") -> None:
     if optimizer is not None:
         optimizer.state.clear()
     for record in records:
-        parameter, kinds = record.parameter, stored.kinds[record.name].keys() - {WEIGHT}
+        parameter, group = record.parameter, groups.get(record.parameter)
         parameter.copy_(stored.read(record, record.name, WEIGHT))
-        if parameter in groups and kinds:
-            group = groups[parameter]
-            near = group.get("fused") or group.get("capturable")  # Adam's step: beside it, or not
-            values = {kind: stored.read(record, record.name, kind) for kind in kinds}
-            optimizer.state[parameter] = {
-                kind: value.to(parameter.device if value.dim() or near else "cpu")
-                for kind, value in values.items()
-            }
+        if group is None:
+            continue
+        near = group.get("fused") or group.get("capturable")  # Adam's step: beside it, or not
+        for kind in stored.kinds[record.name]:
+            if kind != WEIGHT:
+                value = stored.read(record, record.name, kind)
+                device = parameter.device if value.dim() or near else "cpu"
+                optimizer.state[parameter][kind] = value.to(device)
 
 
 def _groups(optimizer) -> dict[Tensor, dict]:
