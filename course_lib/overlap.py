@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from course_lib.collectives import Handle, Link, count_traffic, time_of
+from course_lib.collectives import Handle, Link, time_of
 from course_lib.data import Batch
 from course_lib.data_parallel import (
     BUCKET_BYTES,
@@ -47,11 +47,7 @@ def data_parallelize(
 
 @dataclass
 class BucketTimes:
-    """What happened to one bucket in a step, in seconds of `time.perf_counter`.
-
-    Where no link is emulated nobody tells when a transfer starts and ends: started_s is the launch,
-    finished_s the end of the wait.
-    """
+    """What happened to one bucket in a step, in seconds of `time.perf_counter`; as `Transfer`."""
 
     ready_s: float = math.nan  # its last gradient was there
     launched_s: float = math.nan  # it was handed over, behind the buckets before it
@@ -96,11 +92,10 @@ class Overlap:
             self._launch()
         handles, self._handles = self._handles, []
         for index, handle in enumerate(handles):
-            with count_traffic() as traffic:
-                self.buckets.complete(index, handle)
-            for transfer in traffic.transfers[:1]:
-                self.times[index].started_s = transfer.started_s
-                self.times[index].finished_s = transfer.finished_s
+            self.buckets.complete(index, handle)
+            if handle.transfer is not None:
+                self.times[index].started_s = handle.transfer.started_s
+                self.times[index].finished_s = handle.transfer.finished_s
         self.buckets.require(records)  # only now: nothing is left on its way where it raises
         self.buckets.require_views()
 

@@ -96,14 +96,12 @@ def build_records(model: nn.Module, mesh: Mesh) -> list[ParameterRecord]:
     Wrappers around the model or inside it do not change the names. Raises ValueError for a
     parameter without a specification (see `model.declare`).
     """
-    names: dict[int, list[str]] = {}
-    found: dict[int, tuple[str, nn.Parameter]] = {}
+    paths: dict[nn.Parameter, list[str]] = {}  # several where it is tied
     for path, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(plain_name(path))
-        found.setdefault(id(parameter), (path, parameter))
+        paths.setdefault(parameter, []).append(path)
     return [
-        _record(model, path, parameter, names[key], mesh, number)
-        for number, (key, (path, parameter)) in enumerate(found.items())
+        _record(model, parameter, found, mesh, number)
+        for number, (parameter, found) in enumerate(paths.items())
     ]
 
 
@@ -113,22 +111,23 @@ def plain_name(path: str) -> str:
 
 
 def _record(
-    model: nn.Module, path: str, parameter, names: list[str], mesh: Mesh, number: int
+    model: nn.Module, parameter: nn.Parameter, paths: list[str], mesh: Mesh, number: int
 ) -> ParameterRecord:
-    holder, _, part = path.rpartition(".")
+    name, *tied = map(plain_name, paths)
+    holder, _, part = paths[0].rpartition(".")
     layouts = getattr(model.get_submodule(holder), "parameter_layouts", {})
     layout = layouts.get(part) or Layout(tuple(parameter.shape), (whole(parameter.shape),))
     replicated = tuple(axis for axis in AXES if axis not in layout.sharded_over)
     return ParameterRecord(
-        name=names[0],
+        name=name,
         shape=layout.shape,
         boxes=layout.boxes,
         sharded_over=layout.sharded_over,
         replicated_over=replicated,
         summed_over=("dp", *layout.partial_over),
         owner=_is_owner(mesh, replicated, number),
-        tied=tuple(names[1:]),
-        spec=parameter_spec(model, path),
+        tied=tuple(tied),
+        spec=parameter_spec(model, paths[0]),
         parameter=parameter,
     )
 

@@ -237,6 +237,8 @@ def late(all_reduce: Callable) -> Callable:
     """An all-reduce that does its work only when it is waited for."""
 
     class Late:
+        transfer = None
+
         def __init__(self, arguments):
             self.arguments = arguments
 

@@ -34,6 +34,7 @@ class Handle:
         self._result, self._call, self._works, self._kept = result, call, works, kept
         self._pending = pending
         self._launched_s = time.perf_counter()
+        self.transfer: Transfer | None = None  # when it was on its way, once it was waited for
 
     def wait(self) -> Tensor:
         """Block until the result is there (on a GPU: make the current stream wait for it)."""
@@ -47,7 +48,8 @@ class Handle:
             except RuntimeError as error:
                 raise CollectiveError.of(self._call, error) from error
             end_s = time.perf_counter()
-            count_wait(self._transfer(end_s), end_s - start_s)
+            self.transfer = self._timed(end_s)
+            count_wait(self.transfer, end_s - start_s)
             self._works = self._kept = None
         return self._result
 
@@ -59,7 +61,7 @@ class Handle:
         self._pending.know()
         return self._pending.finished_s
 
-    def _transfer(self, end_s: float) -> Transfer:
+    def _timed(self, end_s: float) -> Transfer:
         if self._pending is None:
             return Transfer(self._call, self._launched_s, self._launched_s, end_s)
         times = self._pending
