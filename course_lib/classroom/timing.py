@@ -27,7 +27,7 @@ class Spread:
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Return the median and the middle half of repeated measurements; raises ValueError for none."""
+    """Return the median and the middle half of measurements; raises ValueError for none."""
     values = list(values)
     if not values:
         raise ValueError("no measurement to take the spread of; repeat it a few times")
