@@ -16,14 +16,7 @@ import numpy as np
 
 from course_lib.data.config import DataConfig, weight_faults
 from course_lib.data.preparation import Prepared
-from course_lib.data.samples import (
-    Packing,
-    Sample,
-    TokenDataset,
-    Windows,
-    ordinal,
-    scrambled,
-)
+from course_lib.data.samples import Packing, Sample, TokenDataset, Windows, ordinal, scrambled
 from course_lib.data.shards import TokenShards
 
 
@@ -110,25 +103,16 @@ def open_datasets(
     Each source is a `TokenDataset`; several are a `Mixture`. Held-out text that is too short for
     a window of the stream is read with packing "pad".
     """
-    sources = prepared.sources
-    weights = [source.weight for source in sources]
-    train = [_open(source.train, prepared.vocab, config) for source in sources]
-    held_out = [
-        _open(source.held_out, prepared.vocab, config, short="pad")
-        for source in sources if source.held_out
-    ]  # fmt: skip
-    whole = _one_or_mixture(held_out, [1.0] * len(held_out), config.seed) if held_out else None
-    return _one_or_mixture(train, weights, config.seed), whole
 
+    def opened(folder: Path, short: Packing) -> TokenDataset:
+        shards = TokenShards(folder, prepared.vocab)
+        packing = config.packing if len(shards) > config.sequence_length else short
+        return TokenDataset(shards, config.sequence_length, packing, config.seed)
 
-def _open(
-    folder: Path, vocab: int, config: DataConfig, short: Packing | None = None
-) -> TokenDataset:
-    """short: the packing of a text that is shorter than a window."""
-    shards = TokenShards(folder, vocab)
-    packing = config.packing if len(shards) > config.sequence_length else short or config.packing
-    return TokenDataset(shards, config.sequence_length, packing, config.seed)
+    def together(datasets: list, weights: list) -> TokenDataset | Mixture:
+        return datasets[0] if len(datasets) == 1 else Mixture(datasets, weights, config.seed)
 
-
-def _one_or_mixture(datasets: list, weights: list, seed: int) -> TokenDataset | Mixture:
-    return datasets[0] if len(datasets) == 1 else Mixture(datasets, weights, seed)
+    train = [opened(source.train, config.packing) for source in prepared.sources]
+    held_out = [opened(source.held_out, "pad") for source in prepared.sources if source.held_out]
+    whole = together(held_out, [1.0] * len(held_out)) if held_out else None
+    return together(train, [source.weight for source in prepared.sources]), whole

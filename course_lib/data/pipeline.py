@@ -101,15 +101,15 @@ class Chunk(NamedTuple):
 
     def texts(self) -> Iterator[str]:
         """The text of each document."""
-        for start, stop in pairwise([0, *self.ends.tolist()]):
-            yield self.text[start:stop].tobytes().decode()
+        for row in _rows(self.text, self.ends):
+            yield row.tobytes().decode()
 
     def sketches(self) -> Iterator[tuple[str, Sketch]]:
         """The name and the sketch of each document."""
-        cuts = [[0, *ends.tolist()] for ends in (self.shingle_ends, self.band_ends)]
-        for i, name in enumerate(json.loads(self.names.tobytes())):
-            (a, b), (c, d) = (cut[i : i + 2] for cut in cuts)
-            yield name, Sketch(self.hashes[i].tobytes(), self.shingles[a:b], self.bands[c:d])
+        names, hashes = json.loads(self.names.tobytes()), (row.tobytes() for row in self.hashes)
+        shingles = _rows(self.shingles, self.shingle_ends)
+        bands = _rows(self.bands, self.band_ends)
+        yield from zip(names, map(Sketch, hashes, shingles, bands))
 
 
 # ------------------------------------------------------------------------------------ the steps
@@ -280,19 +280,18 @@ def _in_chunks(corpus: Iterable[Document]) -> Iterator[list[Document]]:
 def _tidy(work: Work, task: tuple[str, list[Document]]) -> None:
     """Clean and sketch the documents of a chunk."""
     name, documents = task
-    texts = [clean(d.text) if work.config.clean else d.text for d in documents]
-    full = [i for i, text in enumerate(texts) if text.strip()]
-    data = [texts[i].encode() for i in full]
-    threshold = THRESHOLDS[work.config.deduplicate]
-    wanted = full if work.config.deduplicate != "none" else []
-    sketches = [sketch(texts[i], threshold) for i in wanted]
     read_bytes = sum(len(document.text.encode()) for document in documents)
+    tidy = [Document(d.name, clean(d.text)) for d in documents] if work.config.clean else documents
+    full = [document for document in tidy if document.text.strip()]
+    data = [document.text.encode() for document in full]
+    compared = full if work.config.deduplicate != "none" else []
+    sketches = [sketch(d.text, THRESHOLDS[work.config.deduplicate]) for d in compared]
     chunk = Chunk(
         read=np.array([len(documents), len(documents) - len(full), read_bytes]),
         text=np.frombuffer(b"".join(data), np.uint8),
         ends=_ends(data),
-        draws=np.array([drawn(texts[i], work.config.seed) for i in full], np.uint64),
-        names=np.frombuffer(json.dumps([documents[i].name for i in wanted]).encode(), np.uint8),
+        draws=np.array([drawn(d.text, work.config.seed) for d in full], np.uint64),
+        names=np.frombuffer(json.dumps([d.name for d in compared]).encode(), np.uint8),
         hashes=np.frombuffer(b"".join(s.hash for s in sketches), np.uint8).reshape(-1, 16),
         shingles=np.concatenate([np.empty(0, np.uint32), *(s.shingles for s in sketches)]),
         shingle_ends=_ends([s.shingles for s in sketches]),
@@ -310,13 +309,13 @@ def _encode(work: Work, task: tuple[str, np.ndarray, Split]) -> None:
     spoken = _spoken(path, path.stat().st_mtime_ns, work.vocab)
     temporary = _temporary(work.part(name))
     at_once = 1 if work.config.processes > 1 else 16
-    with contextlib.ExitStack() as stack:
-        writers = [
-            stack.enter_context(shards.ShardWriter(temporary / side, work.vocab, spoken.sha256))
-            for side in SIDES
-        ]
+    train, held_out = (
+        shards.ShardWriter(temporary / side, work.vocab, spoken.sha256) for side in SIDES
+    )
+    with train, held_out:
         for text, out in _kept(work, name, kinds, split):
-            writers[out].add(spoken.encode_document(text, at_once), len(text.encode()))
+            side = held_out if out else train
+            side.add(spoken.encode_document(text, at_once), len(text.encode()))
     try:
         temporary.rename(work.part(name))
     except OSError:
@@ -332,6 +331,11 @@ def _spoken(path: Path, written: int, vocab: int) -> tokenizer.TextTokenizer:
 
 def _index(work: Work) -> Deduplicator:
     return Deduplicator(work.folder / "duplicates.sqlite", THRESHOLDS[work.config.deduplicate])
+
+
+def _rows(values: np.ndarray, ends: np.ndarray) -> Iterator[np.ndarray]:
+    """The part of each document."""
+    return (values[start:stop] for start, stop in pairwise([0, *ends.tolist()]))
 
 
 def _ends(parts: list) -> np.ndarray:
