@@ -14,6 +14,7 @@ No weights are broadcast at the start: they are drawn by name, so all ranks have
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -167,6 +168,7 @@ class Buckets:
     def __init__(self, records: Records, mesh: Mesh, plan: Sequence[Bucket]):
         self.plan, self.mesh = tuple(plan), mesh
         parameters = {record.name: record.parameter for record in records}
+        self.names = {parameters[name]: name for bucket in self.plan for name in bucket.names}
         self.flats = [
             torch.zeros(sum(b.sizes), dtype=b.dtype, device=mesh.device) for b in self.plan
         ]
@@ -205,14 +207,9 @@ class Buckets:
 
     def require(self, records: Records) -> None:
         """Raise ValueError unless the buckets hold exactly these parameters."""
-        planned = {
-            id(parameter): name
-            for bucket, members in zip(self.plan, self.members)
-            for name, (parameter, _) in zip(bucket.names, members)
-        }
-        given = {id(record.parameter): record.name for record in records}
-        if wrong := planned.keys() ^ given.keys():
-            names = sorted({(planned | given)[key] for key in wrong})
+        given = {record.parameter: record.name for record in records}
+        if wrong := self.names.keys() ^ given.keys():
+            names = sorted({(self.names | given)[parameter] for parameter in wrong})
             raise ValueError(
                 f"{names} were frozen, thawed or replaced after the buckets were planned; do so "
                 "before data_parallelize, or build the model and its buckets again on all ranks"
@@ -220,13 +217,13 @@ class Buckets:
 
     def require_views(self) -> None:
         """Raise RuntimeError where a gradient is not what was sent and summed (or None)."""
-        for bucket, members in zip(self.plan, self.members):
-            for name, (parameter, view) in zip(bucket.names, members):
-                if parameter.grad is not None and parameter.grad is not view:
-                    raise RuntimeError(
-                        f"the gradient of {name} was replaced while its bucket travelled, so it is "
-                        "not summed; change gradients after reduce, and call data_parallelize once"
-                    )
+        for parameter, view in chain.from_iterable(self.members):
+            if parameter.grad is not None and parameter.grad is not view:
+                raise RuntimeError(
+                    f"the gradient of {self.names[parameter]} was replaced while its bucket "
+                    "travelled, so it is not summed; change gradients after reduce, and call "
+                    "data_parallelize once"
+                )
 
 
 def adopt(parameter: nn.Parameter, view: Tensor) -> None:

@@ -220,6 +220,7 @@ def gradient_kept_beside_the_buffer(put: Put) -> None:
     def adopt(parameter, view):
         view.copy_(parameter.grad)
 
+    put(Buckets, "require_views", lambda self: None)
     for module in (data_parallel, overlap):
         put(module, "adopt", adopt)
 
