@@ -10,6 +10,7 @@ from .. import journal
 from ..learner import learners_frame, learners_line
 from ..teaching import show, tidy
 from .exercise import Exercise, WrongAnswer, find
+from .time_limit import LIMIT_S, TookTooLong, time_limit
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,15 @@ def judge(exercise: Exercise, answer: Any) -> Verdict:
     if answer is None or answer is Ellipsis:
         return Verdict(exercise.name, "not attempted", _NOT_ATTEMPTED)
     try:
-        exercise.grade(answer)
+        with time_limit(LIMIT_S):
+            exercise.grade(answer)
     except WrongAnswer as wrong:
         return Verdict(exercise.name, "wrong", str(wrong))
-    except KeyboardInterrupt:
-        return Verdict(exercise.name, "crashed", "stopped by you before the check was done.")
+    except TookTooLong as error:
+        return Verdict(exercise.name, "wrong", f"{error}\n{learners_line(error)}".rstrip())
+    except KeyboardInterrupt as error:
+        told = f"stopped by you before the check was done.\n{learners_line(error)}"
+        return Verdict(exercise.name, "crashed", told.rstrip())
     except BaseException as error:  # a learner's code may raise anything, even SystemExit
         return _explain(exercise, error, answer)
     if _is_the_library(exercise, answer):
