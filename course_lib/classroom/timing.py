@@ -64,5 +64,5 @@ def disturbance(lost: Iterable[float]) -> str:
     if share <= QUIET:
         return told + "quiet enough."
     return told + (
-        "DISTURBED. These numbers mislead. Stop other programs, then run this cell again."
+        "DISTURBED. These numbers may mislead. Stop other programs, then run this cell again."
     )
