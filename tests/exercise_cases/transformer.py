@@ -63,6 +63,8 @@ def count(config: ModelConfig, mistake: str = "") -> dict[str, int]:
     if mistake == "text":
         counts["mlp"] = str(counts["mlp"])
     counts["total"] = sum(counts.values()) if mistake != "text" else 0
+    if mistake == "total is None":
+        counts["total"] = None
     if mistake == "total without positions":
         counts["total"] -= counts["positions"]
     return counts
@@ -106,6 +108,8 @@ def attend(layer, x, cache, mistake: str = ""):
     width = layer.head_width
     past = cache["keys"].shape[2] if cache else 0
     positions = torch.arange(new) + (0 if mistake == "positions restart" else past)
+    if mistake == "one position":
+        positions = torch.full((new,), past)
     turn = angles(positions, width)
     if mistake == "float32":
         turn = tuple(part.float() for part in turn)
@@ -113,6 +117,13 @@ def attend(layer, x, cache, mistake: str = ""):
         part(x).reshape(batch, new, -1, width).transpose(1, 2)
         for part in (layer.query, layer.key, layer.value)
     )
+    if mistake == "heads never transposed":
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    if mistake in ("all heads cut wrongly", "keys cut wrongly", "values cut wrongly"):
+        k = k if mistake == "values cut wrongly" else layer.key(x).reshape(batch, -1, new, width)
+        v = v if mistake == "keys cut wrongly" else layer.value(x).reshape(batch, -1, new, width)
+    if mistake == "all heads cut wrongly":
+        q = layer.query(x).reshape(batch, -1, new, width)
     if mistake == "swapped when computed":
         k, v = v, k
     if mistake != "queries not rotated":
@@ -164,12 +175,30 @@ def attend(layer, x, cache, mistake: str = ""):
     if mistake not in ("no mask", "masks weights"):
         scores = scores.masked_fill(~sees, -torch.inf)
     axes = {"softmax over queries": -2, "softmax over heads": 1}
+    if mistake == "numbers as mask":
+        scores = q @ k.mT / math.sqrt(width) + sees.double()
+    if mistake == "scores doubled":
+        scores = 2 * scores
+    if mistake == "last scores doubled" and past:
+        scores = 2 * scores
+    if mistake == "grouped scores doubled" and groups > 1:
+        scores = 2 * scores
+    if mistake == "mask without the past":
+        scores = scores.masked_fill(~torch.ones(new, new, dtype=torch.bool).tril(), -torch.inf)
     weights = scores.softmax(axes.get(mistake, -1))
     if mistake == "masks weights":
         weights = weights * sees
     mixed = (weights @ v).transpose(1, 2).reshape(batch, new, -1)
+    if mistake == "no transpose at the end":
+        mixed = (weights @ v).reshape(batch, new, -1)
+    if mistake == "wrong transpose at the end":
+        mixed = (weights @ v).transpose(1, 3).reshape(batch, new, -1)
+    if mistake == "heads and width turned round":
+        mixed = (weights @ v).permute(0, 2, 3, 1).reshape(batch, new, -1)
     if mistake == "last token only":
         mixed = mixed[:, -1]
+    if mistake == "adds x":
+        return x + layer.output(mixed)
     return mixed if mistake == "no output projection" else layer.output(mixed)
 
 
@@ -222,6 +251,7 @@ CASES = {
             Wrong("returns the total only", only_the_total, "return a dict"),
             Wrong("forgets a key", without_norms_key, "no key norms"),
             Wrong("returns text", counting("text"), "must be a number"),
+            Wrong("no total", counting("total is None"), "your total is None and their sum is"),
             Wrong("gives a value, not a function", 124_439_808, "without calling it"),
         ),
     ),
@@ -259,6 +289,20 @@ CASES = {
             Wrong("softmax over queries", attending("softmax over queries"), "wrong dimension"),
             Wrong("softmax over heads", attending("softmax over heads"), "softmax(-1)"),
             Wrong("masks the weights", attending("masks weights"), "after the softmax"),
+            Wrong("joins without transpose", attending("no transpose at the end"), "joined in the"),
+            Wrong("other transpose", attending("wrong transpose at the end"), "tokens first with"),
+            Wrong("heads last", attending("heads and width turned round"), "and only then join"),
+            Wrong("cuts all wrongly", attending("all heads cut wrongly"), "Heads and tokens are"),
+            Wrong("cuts keys wrongly", attending("keys cut wrongly"), "keys or values are cut"),
+            Wrong("cuts values wrongly", attending("values cut wrongly"), "First view(batch, new,"),
+            Wrong("one position a piece", attending("one position"), "get the same position"),
+            Wrong("numbers as mask", attending("numbers as mask"), "added to the scores"),
+            Wrong("adds x", attending("adds x"), "You add x to the result"),
+            Wrong("never transposes", attending("heads never transposed"), "two shapes do not"),
+            Wrong("square mask", attending("mask without the past"), "mask (3, 4); into layer"),
+            Wrong("another scale", attending("scores doubled"), "the cache is not the reason"),
+            Wrong("later another", attending("last scores doubled"), "only a later piece does"),
+            Wrong("grouped another", attending("grouped scores doubled"), "6 query heads share 2"),
             Wrong("other cache names", attending("other names"), 'cache holds "k", "v"'),
             Wrong("own cache names", with_own_names, "right numbers, but the cache has no keys"),
             Wrong("caches repeated heads", attending("cache at full width"), "kv_heads"),

@@ -63,7 +63,7 @@ def _diagnose(answer: Callable, values: list, printed: str, wanted: list[int]) -
     """Name the mistake behind wrong return values, as far as they show it."""
     world_size = len(wanted)
     ranks = list(range(world_size))
-    told = f"{world_size} ranks returned {values}, expected {wanted}. "
+    told = f"on {world_size} ranks yours returned {values}, expected {wanted}. "
     if all(value is None for value in values):
         if printed.strip():
             return told + (
@@ -72,8 +72,8 @@ def _diagnose(answer: Callable, values: list, printed: str, wanted: list[int]) -
             )
         if _stores_elsewhere(answer):
             return told + (
-                "Your function stores its result in a variable of the notebook. Each rank has "
-                "its own copy of it; the notebook never sees the change. Use `return`."
+                "Your function stores its result, but returns nothing. Each rank has its own copy "
+                "of the notebook's variables; the notebook never sees a change. Use `return`."
             )
         return told + "Your function returns nothing. Use `return`."
     if all(callable(value) for value in values):

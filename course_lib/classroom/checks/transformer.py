@@ -42,8 +42,8 @@ def grade_parameter_count(answer: Callable[[ModelConfig], dict[str, int]]) -> No
                 raise WrongAnswer(_miscounted(config, name, counts[name], right[name]))
         if counts["total"] != sum(right.values()):
             raise WrongAnswer(
-                f"every component is right, but total is {counts['total']:,} and their sum is "
-                f"{sum(right.values()):,}."
+                f"every component is right, but your total is {counts['total']!r} and their sum is "
+                f"{sum(right.values())}."
             )
 
 

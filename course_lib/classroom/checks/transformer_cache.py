@@ -1,5 +1,6 @@
 """How the exercise "one attention layer with a KV cache" is checked, and its model answer."""
 
+import re
 from collections.abc import Callable
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from course_lib.model import Attention, ModelConfig, attend, build, rotate
 
 from ..learner import learners_frame, learners_line
+from ..teaching import tidy
 from .exercise import WrongAnswer
 
 
@@ -94,6 +96,17 @@ _CACHE_MISTAKES = {
     "mask after softmax": "The mask comes after the softmax, so the weights of a query no longer "
     "sum to 1. Set hidden scores to minus infinity before the softmax.",
     "no output": "The output projection is missing: return layer.output(…).",
+    "input added": "You add x to the result. That is the work of the block; return layer.output(…) "
+    "alone.",
+    "heads not joined": "The heads are joined in the wrong order. After attention the tensor is "
+    "(batch, heads, new, head_width): put the tokens first with transpose(1, 2), and only then "
+    "join the last two dimensions.",
+    "heads cut wrongly": "Heads and tokens are mixed where keys or values are cut into heads. "
+    "First view(batch, new, heads, head_width), then transpose(1, 2), as the stub does with queries.",
+    "one position": "All new tokens of a piece get the same position. They stand at positions past "
+    "… past + new - 1.",
+    "numbers as mask": "The mask is made of numbers, and a mask of numbers is added to the scores. "
+    "Make it of True and False: dtype=torch.bool.",
 }
 
 
@@ -113,8 +126,13 @@ def grade_attention_with_cache(answer: Callable[[Attention, Tensor, dict], Tenso
 def _fed(answer: Callable, layer: Attention, piece: Tensor, cache: dict) -> Tensor:
     """Feed one piece; say in words where the answer reads another name than it has stored."""
     held = list(cache)
+    past = cache["keys"].shape[2] if isinstance(cache.get("keys"), Tensor) else 0
     try:
         return answer(layer, piece, cache)
+    except RuntimeError as error:
+        if learners_frame(error) is None or not re.search("size|shape", str(error)):
+            raise
+        raise WrongAnswer(_shapes_told(layer, piece, past, error)) from error
     except KeyError as error:
         name = error.args[0] if error.args else None
         if learners_frame(error) is None or not isinstance(name, str) or name in held:
@@ -127,6 +145,19 @@ def _fed(answer: Callable, layer: Attention, piece: Tensor, cache: dict) -> Tens
         )
         told = f'you read cache["{name}"], but the cache holds {stored}. {advice}'
         raise WrongAnswer(f"{told}\n{learners_line(error)}") from error
+
+
+def _shapes_told(layer: Attention, piece: Tensor, past: int, error: RuntimeError) -> str:
+    """Which shapes belong together in this piece, beside what torch says about them."""
+    batch, new, width = piece.shape
+    kv_heads, each = layer.key.out_features // layer.head_width, layer.head_width
+    return (
+        f"two shapes do not fit ({new} new after {past}): {tidy(str(error)).splitlines()[0]}\n"
+        f"{learners_line(error)}\n"
+        f"Expected: queries {(batch, width // each, new, each)}; keys and values, all so far, "
+        f"{(batch, kv_heads, past + new, each)}; mask {(new, past + new)}; into layer.output "
+        f"{(batch, new, width)}. Print yours before that line."
+    )
 
 
 def _layer_and_input(width: int, heads: int, kv_heads: int, length: int):
@@ -155,7 +186,7 @@ def _compare(layer, x, pieces, given: list, right: Tensor, cache: dict) -> None:
                     f"{where}off by {error:.0e}: right, but rounded to float32 on the way. Keep "
                     "the dtype of x."
                 )
-            raise WrongAnswer(where + _cache_mistake(layer, x, pieces, given, cache, error))
+            raise WrongAnswer(where + _cache_mistake(layer, x, pieces, given, cache, error, seen))
         seen += wanted.shape[1]
     kept = cache.get("keys")
     key_value = layer.key.out_features // layer.head_width
@@ -173,9 +204,9 @@ def _compare(layer, x, pieces, given: list, right: Tensor, cache: dict) -> None:
         )
 
 
-def _cache_mistake(layer, x, pieces, given: list, cache: dict, error: float) -> str:
+def _cache_mistake(layer, x, pieces, given: list, cache: dict, error: float, seen: int) -> str:
     for mistake, told in _CACHE_MISTAKES.items():
-        for variant in (mistake, f"{mistake}, again", f"{mistake}, third"):
+        for variant in (mistake, *(f"{mistake}, {turn}" for turn in ("again", "third", "fourth"))):
             state: dict[str, Tensor] = {}
             wrong = [_attend_wrongly(layer, piece, state, variant) for piece in x.split(pieces, 1)]
             if all(_alike(a, b) for a, b in zip(given, wrong)):
@@ -186,9 +217,21 @@ def _cache_mistake(layer, x, pieces, given: list, cache: dict, error: float) -> 
             "the output holds NaN. A row of the mask that allows no key gives NaN in the softmax: "
             "each token must at least see itself."
         )
-    return (
-        f"the output differs by up to {error:.2g} from that of the whole sequence. Compare "
-        "positions, keys and mask of this piece with those of the same tokens in one piece."
+    told = f"the output differs by up to {error:.2g} from that of the whole sequence. "
+    heads, kv_heads = (p.out_features // layer.head_width for p in (layer.query, layer.key))
+    if kv_heads < heads:  # the second shape: the first one was right
+        return told + (
+            f"With as many kv_heads as heads yours was right. Two things are new here: {heads} "
+            f"query heads share {kv_heads} key heads, and a later piece has several tokens."
+        )
+    if seen:
+        return told + (
+            "The first piece was right. So look at what only a later piece does: its positions, "
+            "the join with the cache, the mask."
+        )
+    return told + (
+        "The first piece is wrong already, so the cache is not the reason. Go through the steps of "
+        "the stub and print the shape after each; `show(attend)` shows what the library expects."
     )
 
 
@@ -199,15 +242,32 @@ def _alike(given: Tensor, wrong: Tensor) -> bool:
     return bool((given.nan_to_num(0.0) - wrong.nan_to_num(0.0)).abs().max() < 1e-6)
 
 
+_WRONGLY_CUT = {
+    "heads cut wrongly": "key and value",
+    "heads cut wrongly, again": "query, key and value",
+    "heads cut wrongly, third": "key",
+    "heads cut wrongly, fourth": "value",
+}
+
+
 def _attend_wrongly(layer: Attention, x: Tensor, state: dict, mistake: str) -> Tensor:
     """`attend_with_cache` with one mistake in it, by hand: to recognise the learner's."""
     past, new = state.get("seen", 0), x.shape[1]
     query, key, value = _projected(layer, x)
     if mistake == "keys and values swapped":  # where they are computed
         key, value = value, key
+    wrongly_cut = _WRONGLY_CUT.get(mistake, "")
+    if "query" in wrongly_cut:
+        query = layer.query(x).view(query.shape)
+    if "key" in wrongly_cut:
+        key = layer.key(x).view(key.shape)
+    if "value" in wrongly_cut:
+        value = layer.value(x).view(value.shape)
 
     def turned(tensor: Tensor, first: int) -> Tensor:
         positions = torch.arange(first, first + tensor.shape[2])
+        if mistake == "one position":
+            positions = torch.full_like(positions, first)
         return rotate(tensor, *_angles(positions, layer.head_width))
 
     first = 0 if mistake.startswith("positions restart") else past
@@ -256,7 +316,16 @@ def _attend_wrongly(layer: Attention, x: Tensor, state: dict, mistake: str) -> T
     axis = {"softmax axis": -2, "softmax axis, again": 1, "softmax axis, third": 0}.get(mistake, -1)
     if mistake == "mask after softmax":
         mixed = scores.softmax(-1).masked_fill(~visible, 0) @ value
+    elif mistake == "numbers as mask":
+        mixed = (scores + visible.to(scores.dtype)).softmax(-1) @ value
     else:
         mixed = scores.masked_fill(~visible, -torch.inf).softmax(axis) @ value
-    mixed = mixed.transpose(1, 2).flatten(2)
+    joined = {
+        "heads not joined": mixed,
+        "heads not joined, again": mixed.transpose(1, 3),
+        "heads not joined, third": mixed.permute(0, 2, 3, 1),
+    }.get(mistake, mixed.transpose(1, 2))
+    mixed = joined.reshape(x.shape)
+    if mistake == "input added":
+        return x + layer.output(mixed)
     return mixed if mistake == "no output" else layer.output(mixed)
