@@ -21,8 +21,10 @@ def learn(text, merges, mistake=""):
     if mistake == "each word once":
         pieces = list(dict.fromkeys(pieces))
     words = [[piece[i : i + 1] for i in range(len(piece))] for piece in pieces]
-    if mistake == "characters":
+    if mistake in ("characters", "characters with ids"):
         words = [list(piece.decode()) for piece in pieces]
+    if mistake == "numbers for bytes":
+        words = [list(piece) for piece in pieces]
     number = {symbol: place for place, symbol in enumerate(SINGLE_BYTES)}
     if mistake == "ids by value":
         number = {bytes([value]): value for value in range(256)}
@@ -41,6 +43,8 @@ def learn(text, merges, mistake=""):
                 last = place if pair[0] == pair[1] else None
                 counts[pair] += 1
         most = max(counts.values(), default=0)
+        if mistake == "second most frequent":
+            most = max((times for times in counts.values() if 1 < times < most), default=most)
         if most < {"never stops": 1, "stops at two": 3}.get(mistake, 2):
             break
         tied = [pair for pair in counts if counts[pair] == most]
@@ -52,12 +56,16 @@ def learn(text, merges, mistake=""):
             pair = min(tied, key=lambda pair: number[pair[0]])
         elif mistake == "right id first":
             pair = min(tied, key=lambda pair: (number[pair[1]], number[pair[0]]))
+        elif mistake == "the longest of the tied":
+            pair = max(tied, key=lambda pair: (len(pair[0] + pair[1]), -number[pair[0]]))
         else:
             tied.sort(key=lambda pair: [number[symbol] for symbol in pair])
             pair = tied[-1] if mistake == "last of the tied" else tied[0]
         learned.append(pair)
-        number.setdefault(pair[0] + pair[1], len(number))
-        words = [joined(word, pair, mistake) for word in words]
+        if mistake != "no id for a new symbol":
+            number.setdefault(pair[0] + pair[1], len(number))
+        if mistake != "never merges":
+            words = [joined(word, pair, mistake) for word in words]
     return learned
 
 
@@ -91,6 +99,19 @@ def counted_once(text, merges):
     return [pair for pair in order if counts[pair] > 1][:merges]
 
 
+def one_more_than_asked(text, merges):
+    return learn(text, merges + 1)
+
+
+def one_less_than_asked(text, merges):
+    return learn(text, merges - 1)
+
+
+def repeats_the_last(text, merges):
+    learned = learn(text, merges)
+    return learned + learned[-1:] * 3
+
+
 def tokens_instead(text, merges):
     return [left + right for left, right in learn(text, merges)]
 
@@ -122,6 +143,10 @@ def encode(text, merges, mistake=""):
 
 def encoding(mistake):
     return lambda text, merges: encode(text, merges, mistake)
+
+
+def only_the_first_merge(text, merges):
+    return encode(text, merges[:1])
 
 
 def longest_token(text, merges):
@@ -208,6 +233,39 @@ def finding(mistake):
     return lambda texts, threshold: duplicates(texts, threshold, mistake)
 
 
+def comparing(similarity_of):
+    """A learner's own loop over the kept texts, with another similarity."""
+
+    def answer(texts, threshold):
+        verdicts = []
+        for text in texts:
+            kept = [i for i, (kind, _) in enumerate(verdicts) if kind == "new"]
+            same = [("exact", i) for i in kept if texts[i] == text]
+            near = (("near", i) for i in kept if similarity_of(texts[i], text) >= threshold)
+            verdicts.append(same[0] if same else next(near, ("new", None)))
+        return verdicts
+
+    return answer
+
+
+def common_letters(one, other):
+    return len({*one} & {*other}) / len({*one} | {*other})
+
+
+def all_new(texts, threshold):
+    return [("new", None) for _ in texts]
+
+
+def all_copies(texts, threshold):
+    return [("exact", 0) if place else ("new", None) for place, _ in enumerate(texts)]
+
+
+def only_the_first_kept(texts, threshold):
+    verdicts = duplicates(texts, threshold)
+    return [verdict if verdict[1] in (0, None) or verdict[0] == "exact" else ("new", None)
+            for verdict in verdicts]  # fmt: skip
+
+
 def keeps_the_last(texts, threshold):
     backwards = duplicates(texts[::-1], threshold)[::-1]
     turn = len(texts) - 1
@@ -270,6 +328,24 @@ CASES = {
             Wrong("stops at two", learning("stops at two"), "You stop too early"),
             Wrong("never stops", learning("never stops"), "Stop when no pair occurs twice"),
             Wrong("characters", learning("characters"), "each symbol is of type bytes"),
+            Wrong(
+                "characters with ids", learning("characters with ids"), "the symbol 'z'. It is of"
+            ),
+            Wrong("numbers for bytes", learning("numbers for bytes"), "It is of type int"),
+            Wrong(
+                "no new ids", learning("no id for a new symbol"), "Each new symbol gets the next"
+            ),
+            Wrong("one too few", one_less_than_asked, "one merge too few"),
+            Wrong("one too many", one_more_than_asked, "one merge too many"),
+            Wrong(
+                "longest of the tied", learning("the longest of the tied"), "occurs 2 times, (b'c'"
+            ),
+            Wrong("never merges", learning("never merges"), "At that point yours occurs 0 times"),
+            Wrong(
+                "second", learning("second most frequent"), "take the one that occurs most often"
+            ),
+            Wrong("an empty list", lambda text, merges: [], "occurs 2 times there: go on"),
+            Wrong("repeats the last", repeats_the_last, "There the list is complete"),
             Wrong("tokens instead of pairs", tokens_instead, "each merge is a pair"),
             Wrong("nothing returned", lambda text, merges: None, "yours returned nothing"),
             Wrong("not a function", learn("abab", 2), "give the function itself"),
@@ -286,7 +362,8 @@ CASES = {
             Wrong("words not cut", words_not_cut, "over the border of two words"),
             Wrong("spaces lost", without_spaces, "Your tokens joined are not the text"),
             Wrong("text", as_text, "each of type bytes; yours returned a list with str"),
-            Wrong("only bytes", lambda text, merges: encode(text, []), "apply merge after merge"),
+            Wrong("only bytes", lambda text, merges: encode(text, []), "No pair was merged"),
+            Wrong("only the first", only_the_first_merge, "apply merge after merge"),
         ),
     ),
     "text-to-tokens/3": Cases(
@@ -310,6 +387,13 @@ CASES = {
             Wrong("the last similar", finding("the last similar"), "Name the first of them"),
             Wrong("always 0.8", finding("always 0.8"), "the threshold that your function is"),
             Wrong("above the threshold", finding("above"), "take >="),
+            Wrong("sets", comparing(lambda a, b: jaccard(set(a), set(b))), "yours gave it a set"),
+            Wrong("common letters", comparing(common_letters), "it is not reached"),
+            Wrong("all new", all_new, "All its characters are those of text 0"),
+            Wrong("all copies", all_copies, "It differs from text 0"),
+            Wrong(
+                "only the first kept", only_the_first_kept, "of the texts 2 and 3 is 0.84, which"
+            ),
             Wrong("MinHash", finding("MinHash"), "MinHash only estimates the similarity"),
             Wrong(
                 "a text for its place",

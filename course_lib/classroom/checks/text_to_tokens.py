@@ -5,9 +5,10 @@ from typing import Any
 
 from course_lib.data.bpe import Pair, apply_merges, learn_merges
 
+from ..learner import learners_frame, learners_line
 from .exercise import Exercise, WrongAnswer
 from .text_to_tokens_duplicates import grade_deduplication
-from .text_to_tokens_mistakes import ENCODERS, LEARNERS, explained
+from .text_to_tokens_mistakes import ENCODERS, LEARNERS, explained, first_difference
 
 _LESSONS = (
     ("zq zq ab ab cd cd", 4),  # equally often: zq is met first, " a" has the smallest byte
@@ -31,7 +32,7 @@ def grade_merges(answer: Callable[[str, int], list[Pair]]) -> None:
     _must_be_a_function(answer)
     given = []
     for lesson in (*_LESSONS, _LESSONS[0]):
-        merges = answer(*lesson)
+        merges = _learned(answer, *lesson)
         _must_be_pairs(merges)
         given.append([tuple(pair) for pair in merges])
     if given.pop() != given[0]:
@@ -42,6 +43,25 @@ def grade_merges(answer: Callable[[str, int], list[Pair]]) -> None:
     right = [learn_merges(*lesson) for lesson in _LESSONS]
     if given != right:
         raise WrongAnswer(_wrong_merges(given, right))
+
+
+def _learned(answer: Callable, text: str, merges: int) -> Any:
+    """Ask the answer; say in words why a symbol has no id."""
+    try:
+        return answer(text, merges)
+    except KeyError as error:
+        symbol = error.args[0] if error.args else None
+        if learners_frame(error) is None or not isinstance(symbol, (int, str, bytes)):
+            raise
+        told = f"KeyError: there is no id for the symbol {symbol!r}. "
+        if isinstance(symbol, bytes):
+            told += "Each new symbol gets the next id: ids[left + right] = len(ids)."
+        else:
+            told += (
+                f"It is of type {type(symbol).__name__}; each symbol must be of type bytes. Begin "
+                "each word as `[bytes([byte]) for byte in word]`."
+            )
+        raise WrongAnswer(f"{told}\n{learners_line(error)}") from error
 
 
 def grade_encoding(answer: Callable[[str, Sequence[Pair]], list[bytes]]) -> None:
@@ -112,8 +132,8 @@ def _wrong_merges(given: list[list[Pair]], right: list[list[Pair]]) -> str:
         f"{_LESSONS[at][0]!r}: merge {place + 1} is {mine[place]} in your list, expected is "
         f"{theirs[place]}. "
     )
-    general = "Count all pairs inside words, merge the most frequent one, and count again."
-    return told + (explained(LEARNERS, _LESSONS, given, at) or general)
+    known = explained(LEARNERS, _LESSONS, given, right)
+    return told + (known or first_difference(_LESSONS[at][0], given[at], right[at]))
 
 
 def _wrong_tokens(cases: list[tuple], given: list[list[bytes]], right: list[list[bytes]]) -> str:
@@ -121,9 +141,14 @@ def _wrong_tokens(cases: list[tuple], given: list[list[bytes]], right: list[list
     text = cases[at][0]
     told = f"{text!r}: your tokens are {_shown(given[at])}, expected are {_shown(right[at])}. "
     general = "In each word of `split(text)`, apply merge after merge, from the first."
+    if all(len(token) == 1 for tokens in given for token in tokens):
+        general = (
+            "No pair was merged. `merge(symbols, pair)` takes the pair as it is in `merges` and "
+            "returns a new list: keep it."
+        )
     if b"".join(given[at]) != text.encode():
         general = "Your tokens joined are not the text any more: nothing may be lost or added."
-    return told + (explained(ENCODERS, cases, given, at) or general)
+    return told + (explained(ENCODERS, cases, given, right) or general)
 
 
 def _shown(tokens: list[bytes]) -> str:

@@ -4,10 +4,11 @@ import random
 from collections.abc import Callable, Sequence
 from functools import cache
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from course_lib.data.deduplication import jaccard
 
+from ..learner import learners_frame, learners_line
 from .exercise import WrongAnswer
 
 THRESHOLD = 0.8
@@ -39,13 +40,27 @@ def grade_deduplication(answer: Callable[[list[str], float], list[Verdict]]) -> 
     if not callable(answer):
         raise WrongAnswer("give the function itself: write its name without calling it.")
     for group in groups():
-        given = answer(list(group.texts), group.threshold)
+        given = _asked(answer, group)
         _must_be_verdicts(given, len(group.texts))
         given = [(kind, of) for kind, of in given]
         right = find_duplicates(group.texts, group.threshold)
         if given != right:
             place = next(i for i, (one, other) in enumerate(zip(given, right)) if one != other)
             raise WrongAnswer(_told(group, place, given[place], right[place]))
+
+
+def _asked(answer: Callable, group: "Group") -> Any:
+    """Ask the answer; say in words what `jaccard` takes."""
+    try:
+        return answer(list(group.texts), group.threshold)
+    except AttributeError as error:
+        if learners_frame(error) is None or "attribute 'lower'" not in str(error):
+            raise
+        given = str(error).split("'")[1]
+        raise WrongAnswer(
+            f"`jaccard(a, b)` takes two texts; yours gave it a {given}. It cuts the shingles "
+            f"itself: give it the texts as they are.\n{learners_line(error)}"
+        ) from error
 
 
 class Group(NamedTuple):
@@ -139,51 +154,83 @@ def _told(group: Group, place: int, given: Verdict, right: Verdict) -> str:
             "The last copy is kept. Keep the first: a text is judged by what came before it, so "
             "that the result does not depend on how many follow."
         )
-    if group.what in _REASONS and not (group.what == _DROPPED and place < 3):
-        return told + _REASONS[group.what]
+    if reason := _reason_of_the_group(group, place, given, right):
+        return told + reason
     if kind != wanted and {kind, wanted} == {"exact", "near"}:
         return told + (
             "Exact means that all characters are equal; near means that the texts differ and "
             "their shingles are alike. Ask for exact first."
         )
-    return told + _reason(group, kind, wanted)
+    return told + _facts(group, place, given, right)
 
 
-def _reason(group: Group, kind: str, wanted: str) -> str:
-    """What usually lies behind a wrong verdict in this group."""
-    if kind == wanted:
-        return "Name the first one of its group."
-    if group.what == "a common license header" and wanted == "new":
+def _reason_of_the_group(group: Group, place: int, given: Verdict, right: Verdict) -> str:
+    """The mistake that this group was made for, where the verdict shows it; else ""."""
+    (kind, of), (wanted, first), what = given, right, group.what
+    if what == _COPY and kind == "exact" and wanted == "near":
+        return "Text 1 is dropped: it must not be compared with, not even for equal texts."
+    verdicts = find_duplicates(group.texts, group.threshold)
+    kept = [i for i, (it, _) in enumerate(verdicts) if it == "new"]
+    if kind == wanted and first in kept and of == kept.index(first):
+        return (
+            "You name the place in a list of the kept texts. A text that is dropped keeps its "
+            "place, too: i is the place in `texts`."
+        )
+    if what == "a common license header" and (kind, wanted) == ("near", "new"):
         return (
             "A license header does not make two texts the same. Divide the common shingles by all "
             "shingles of both texts, not by those of the shorter text, and compare whole texts."
         )
-    if group.what == "texts that share three quarters" and wanted == "new":
+    if what == "texts that share three quarters" and (kind, wanted) == ("near", "new"):
         return (
             "Their Jaccard similarity is below the threshold. Divide the common shingles by those "
             "of the union: each shingle counts once, not once for each text."
         )
-    if group.what == "a chain of edits" and wanted == "new":
+    if what == "a chain of edits" and (kind, of, wanted) == ("near", 1, "new"):
         return (
             "It is like a text that was dropped, but not like any text that is kept. Compare with "
             "kept texts only; otherwise a chain of small edits removes a different text."
         )
-    if wanted == "near":
-        return "An edited copy is a near duplicate: compare the shingles of the two texts."
-    return "Compare equal texts first, then shingles with the threshold."
+    return ""
 
 
-_REASONS = {  # the groups that can go wrong in one way only
-    _COPY: "Text 1 is dropped: it must not be compared with, not even for equal texts.",
-    _DROPPED: (
-        "Text 1 is dropped, but it keeps its place: i is the place in `texts`, not in a list of "
-        "the kept ones."
-    ),
-    _BETWEEN: "It is near of two kept texts. Name the first of them, not the last or the nearest.",
-    _LOWER: "Compare with the threshold that your function is given, not with 0.8.",
-    _HALF: "A similarity that reaches the threshold is near: take >=, and the threshold given.",
-    _CLOSE: "Compare with `jaccard`: MinHash only estimates the similarity, and may be off by 0.1.",
-}
+def _facts(group: Group, place: int, given: Verdict, right: Verdict) -> str:
+    """What is true of the two texts: it shows which comparison went wrong, whatever the reason."""
+    (kind, of), (wanted, first) = given, right
+    if wanted == "exact":
+        return f"All its characters are those of text {first}, which is kept."
+    if kind == "exact":
+        return f"It differs from text {of}: exact means that all characters are equal."
+    if wanted == "new" or (wanted == kind and of != first):
+        value = jaccard(group.texts[of], group.texts[place])
+        told = f"`jaccard` of the texts {of} and {place} is {value:.2f}, the threshold "
+        told += f"{group.threshold}"
+        if value >= group.threshold:
+            return (
+                f"{told}. Several are near. Name the first of them that is kept, not the nearest."
+            )
+        return f"{told}: it is not reached. {_estimates(group)}".rstrip()
+    value = jaccard(group.texts[first], group.texts[place])
+    told = (
+        f"`jaccard` of the texts {first} and {place} is {value:.2f}, which reaches the threshold "
+    )
+    told += f"{group.threshold}. "
+    if group.what == _HALF:
+        return told + "Reaching it is enough: take >=, and the threshold given."
+    if group.what == _LOWER:
+        return told + "Compare with the threshold that your function is given, not with 0.8."
+    return told + (
+        _estimates(group)
+        or (
+            "An edited copy is a near duplicate: compare the shingles of each text with those of "
+            "every kept text."
+        )
+    )
+
+
+def _estimates(group: Group) -> str:
+    near = "Take `jaccard` itself: MinHash only estimates the similarity, and may be off by 0.1."
+    return near if group.what == _CLOSE else ""
 
 
 def _said(verdict: Verdict) -> str:

@@ -153,6 +153,14 @@ LEARNERS: tuple[tuple[str, Callable[[str, int], list[Pair]]], ...] = (
         _never_again,
     ),
     (
+        "You return one merge too few: `merges` of them are asked for.",
+        lambda text, merges: _learn(text, max(0, merges - 1)),
+    ),
+    (
+        "You return one merge too many: `merges` of them are asked for.",
+        lambda text, merges: _learn(text, merges + 1),
+    ),
+    (
         "You go on with pairs that occur only once. Stop when no pair occurs twice.",
         lambda text, merges: _learn(text, merges, at_least=1),
     ),
@@ -233,10 +241,46 @@ def _joined_overlapping(word: bytes, merges: Sequence[Pair]) -> list[bytes]:
     return symbols
 
 
-def explained(mistakes: Sequence[tuple], cases: Sequence[tuple], given: list, at: int) -> str:
-    """The words of the mistake that gives the same on all cases, or at least on case `at`."""
-    for some in (range(len(cases)), [at]):
-        for words, rule in mistakes:
-            if all(rule(*cases[i]) == given[i] for i in some):
-                return words
-    return ""
+def explained(mistakes: Sequence[tuple], cases: Sequence[tuple], given: list, right: list) -> str:
+    """The words of the mistake that gives the same on all cases; "" where none does.
+
+    A mistake that explains more than half of the wrong cases, the first among them, is named too:
+    a second one may be mixed in. One that fits a single case only would be a guess.
+    """
+    wrong = [i for i, (one, other) in enumerate(zip(given, right)) if one != other]
+    best, most = "", len(wrong) / 2
+    for words, rule in mistakes:
+        same = [i for i, case in enumerate(cases) if rule(*case) == given[i]]
+        if len(same) == len(cases):
+            return words
+        explains = len({*wrong} & {*same})
+        if wrong[0] in same and explains > most:
+            best, most = words, explains
+    return best
+
+
+def first_difference(text: str, mine: Sequence[Pair], theirs: Sequence[Pair]) -> str:
+    """Say how often the two pairs occur where two lists of merges part: that tells the fault."""
+    place = next(
+        i for i, both in enumerate(zip([*mine, None], [*theirs, None])) if len({*both}) > 1
+    )
+    words = [_bytes(word) for word in split(text)]
+    for pair in theirs[:place]:
+        words = [merge(word, pair) for word in words]
+    times = Counter(pair for word in words for pair in pairwise(word))
+    if place == len(theirs):
+        return "There the list is complete, or no pair occurs twice any more: stop."
+    wanted = times[theirs[place]]
+    if place == len(mine):
+        return f"But {theirs[place]} still occurs {wanted} times there: go on."
+    yours = times[mine[place]]
+    told = f"At that point yours occurs {_often(yours)}, {theirs[place]} {_often(wanted)}. "
+    if yours == wanted:
+        return f"{told}{_TIE}: the bytes have theirs from SINGLE_BYTES, a new symbol the next."
+    if yours == 0:
+        return told + "Merge each chosen pair in all words, then count again, and keep that order."
+    return told + "Count the pairs inside all words, and take the one that occurs most often."
+
+
+def _often(times: int) -> str:
+    return "once" if times == 1 else f"{times} times"

@@ -102,7 +102,7 @@ _CACHE_MISTAKES = {
     "(batch, heads, new, head_width): put the tokens first with transpose(1, 2), and only then "
     "join the last two dimensions.",
     "heads cut wrongly": "Heads and tokens are mixed where keys or values are cut into heads. "
-    "First view(batch, new, heads, head_width), then transpose(1, 2), as the stub does with queries.",
+    "First view(batch, new, heads, head_width), then transpose(1, 2), as the stub for the queries.",
     "one position": "All new tokens of a piece get the same position. They stand at positions past "
     "… past + new - 1.",
     "numbers as mask": "The mask is made of numbers, and a mask of numbers is added to the scores. "
