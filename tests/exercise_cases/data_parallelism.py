@@ -20,12 +20,20 @@ def buckets_stub(model, micro_batches, tokens, bucket_bytes, mesh):
 
 def in_buckets(model, micro_batches, tokens, bucket_bytes, mesh, mistake=""):
     group, ranks = mesh.group("dp"), mesh.size("dp")
-    if mistake == "own tokens":
+    if mistake in ("own tokens", "own tokens, summed"):
         tokens = max(sum(batch.valid for batch in micro_batches), 1)
     kept = [torch.zeros_like(p) for p in model.parameters()]
-    for batch in micro_batches:
-        if mistake == "only the last":
+    for number, batch in enumerate(micro_batches):
+        if mistake == "only the last" or (mistake == "loses the first" and number == 1):
             model.zero_grad()
+        if mistake == "only the first" and number:
+            continue
+        if mistake in ("own micro-batch", "means of means"):
+            tokens = max(batch.valid, 1)
+        if mistake == "zero tokens":
+            tokens = float(batch.valid > 99)
+        if mistake == "the last counts half" and number == 2:
+            tokens *= 2
         nats = loss_sum(model(**batch.inputs()), batch.labels)
         (nats if mistake == "not divided" else nats / tokens).backward()
         if mistake == "every micro-batch":
@@ -41,10 +49,10 @@ def in_buckets(model, micro_batches, tokens, bucket_bytes, mesh, mistake=""):
             p.grad = total
     elif mistake != "sums sums":
         summed(model, group, bucket_bytes, mistake)
-    if mistake in ("average", "own tokens"):
+    if mistake in ("average", "own tokens", "means of means"):
         for p in model.parameters():
             if p.grad is not None:
-                p.grad /= ranks
+                p.grad /= ranks * (len(micro_batches) if mistake == "means of means" else 1)
 
 
 def summed(model, group, bucket_bytes, mistake=""):
@@ -211,6 +219,13 @@ CASES = {
             Wrong("sends often", with_mistake("every micro-batch"), "in each of the 3 micro-"),
             Wrong("sums what was summed", with_mistake("sums sums"), "what was summed before"),
             Wrong("divides by its own tokens", with_mistake("own tokens"), "by its own tokens"),
+            Wrong("its own tokens, summed", with_mistake("own tokens, summed"), "A rank with few"),
+            Wrong("tokens of one", with_mistake("own micro-batch"), "every micro-batch is divided"),
+            Wrong("means of means", with_mistake("means of means"), "every micro-batch is divided"),
+            Wrong("loses the first", with_mistake("loses the first"), "micro-batches 2 to 3 are"),
+            Wrong("only the first", with_mistake("only the first"), "only the first of the 3"),
+            Wrong("divides by zero", with_mistake("zero tokens"), "They are not finite"),
+            Wrong("half", with_mistake("the last counts half"), "0.50 on rank 1. By what"),
             Wrong("forgets to divide", with_mistake("not divided"), "not divided at all"),
             Wrong("only the last", with_mistake("only the last"), "only the last of the 3"),
             Wrong("does not copy back", with_mistake("not copied back"), "not copied back"),

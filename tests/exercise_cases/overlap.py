@@ -85,6 +85,32 @@ def before_backward(layers, launch):
     return lambda: [handle.wait() for handle in handles]
 
 
+def late_bound(order, hooked_once=True):
+    """Hooks made in a loop that read the loop's variable when they run."""
+
+    def answer(layers, launch):
+        missing, handles = [len(layer) for layer in layers], []
+        for index, layer in order(list(enumerate(layers))):
+            for parameter in layer:
+
+                def hook(_):
+                    missing[index] -= 1
+                    if missing[index] == 0 or not hooked_once:
+                        handles.append(launch(index))
+
+                parameter.register_post_accumulate_grad_hook(hook)
+
+        def finish():
+            for handle in handles:
+                handle.wait()
+            handles.clear()
+            missing[:] = [len(layer) for layer in layers]
+
+        return finish
+
+    return answer
+
+
 # overlap/2
 
 
@@ -157,6 +183,9 @@ CASES = {
             Wrong("returns handles", sent("handles, not finish"), "yours returned dict"),
             Wrong("other order", sent("another order on each rank"), "in the same order"),
             Wrong("one rank sends", sent("one rank sends"), "ranks must start the same"),
+            Wrong("late-bound index", late_bound(list), "only layer 3 is sent. Do all"),
+            Wrong("and from the end", late_bound(reversed), "only layer 0 is sent. Do all"),
+            Wrong("and not counted", late_bound(list, hooked_once=False), "only layer 3 is sent"),
             Wrong("before backward", before_backward, "while you set up"),
             Wrong("gives a value", [1, 2], "without calling it"),
         ),

@@ -4,6 +4,7 @@ Both run the learner's code on real ranks, inside `check_agreement`, so that ran
 different collectives are named at once. A rank that never comes is named after HANG_S seconds.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate as accumulate_sums
@@ -143,13 +144,40 @@ def _why_wrong(got: dict, want: dict, wrong: list[str], local: list, rank: int) 
         )
     if all(not got[name].any() for name in wrong):
         return "They are zero. Are the sums copied back into them?"
+    if not all(got[name].isfinite().all() for name in wrong):
+        return "They are not finite. Do you divide by a count of tokens that may be 0?"
     ratios = [float((got[n] * want[n]).sum() / want[n].square().sum()) for n in wrong]
     if all(_close(got[name], want[name] * ratios[0]) for name in wrong):
         return f"They are {ratios[0]:.3g} x the right ones. What treats these unlike the others?"
+    if weights := _weights(got, local):
+        return (
+            "They hold the right parts with wrong weights. Each micro-batch should count 1.00; it "
+            f"counts {weights}. By what is its loss divided, and how often is it added?"
+        )
     return (
         f"{wrong[0]} is {ratios[0]:.3f} x the right one, the others differ too. Do the pieces of "
         "a bucket go back to the gradients that they came from, in the same order?"
     )
+
+
+def _weights(got: dict, local: list) -> str:
+    """How much each micro-batch counts in the gradients; "" if they are no sum of the parts."""
+
+    def flat(gradients: dict) -> Tensor:
+        return torch.cat([gradients[name].flatten() for name in local[0][0]])
+
+    parts = torch.stack([flat(part) for own in local for part in own], dim=1)
+    used = parts.any(dim=0)  # one without targets adds nothing, whatever its weight
+    fit = torch.linalg.lstsq(parts[:, used], flat(got)[:, None]).solution
+    if not _close(parts[:, used] @ fit, flat(got)[:, None]):
+        return ""
+    weights = torch.full((len(used),), math.nan, dtype=torch.float64)
+    weights[used] = fit[:, 0]
+    told = [
+        ", ".join("any" if w.isnan() else f"{w:.2f}" for w in own)
+        for own in weights.split(MICRO_BATCHES)
+    ]
+    return "; ".join(f"{own} on rank {rank}" for rank, own in enumerate(told))
 
 
 def _few(names: list[str]) -> str:
@@ -175,7 +203,8 @@ def _sum_mistakes(local: list, rank: int) -> Iterator[tuple[str, dict[str, Tenso
         }
 
     batch = _batch()
-    valid = [sum(b.valid for b in own) for own in split(batch, RANKS, MICRO_BATCHES)]
+    counts = [[b.valid for b in own] for own in split(batch, RANKS, MICRO_BATCHES)]
+    valid = [sum(own) for own in counts]
     last = MICRO_BATCHES - 1
     yield (
         f"every gradient is 1/{RANKS} of the right one: that is an average. Each loss was already "
@@ -188,6 +217,17 @@ def _sum_mistakes(local: list, rank: int) -> Iterator[tuple[str, dict[str, Tenso
         total(lambda r, m: batch.valid / max(valid[r], 1) / RANKS),
     )
     yield (
+        "every rank divides by its own tokens. A rank with few tokens then counts for too much. "
+        "Divide by `tokens`, that of the global batch.",
+        total(lambda r, m: batch.valid / max(valid[r], 1)),
+    )
+    for share in (1, 1 / RANKS, 1 / MICRO_BATCHES, 1 / RANKS / MICRO_BATCHES):
+        yield (
+            "every micro-batch is divided by its own tokens. One with few tokens then counts for "
+            "too much. Divide each by `tokens`, that of the global batch.",
+            total(lambda r, m, share=share: share * batch.valid / max(counts[r][m], 1)),
+        )
+    yield (
         f"every gradient is {RANKS} times too large in its first micro-batches: you sum over "
         "ranks after each micro-batch, and `.grad` still holds what was summed before.",
         total(lambda r, m: float(RANKS ** (last - m))),
@@ -196,6 +236,17 @@ def _sum_mistakes(local: list, rank: int) -> Iterator[tuple[str, dict[str, Tenso
         f"only the last of the {MICRO_BATCHES} micro-batches is in the gradients: set them to None "
         "before the first one only. `backward` adds.",
         total(lambda r, m: float(m == last)),
+    )
+    for first in range(1, last):
+        yield (
+            f"micro-batches {first + 1} to {MICRO_BATCHES} are in the gradients, those before are "
+            "lost. Is `.grad` emptied between micro-batches? `backward` adds: leave it.",
+            total(lambda r, m, first=first: float(m >= first)),
+        )
+    yield (
+        f"only the first of the {MICRO_BATCHES} micro-batches is in the gradients: you sum over "
+        "ranks, or copy, before the others have run backward.",
+        total(lambda r, m: float(m == 0)),
     )
     yield (
         f"rank {rank} still has its own gradients: nothing was summed, or the sums were not copied "

@@ -182,6 +182,12 @@ def _fault(events: list, step: int) -> str:
         if step
         else ""
     )
+    if len(set(started)) == 1:
+        return (
+            f"only layer {started[0]} is sent. Do all hooks hold the same index? A function made "
+            "in a loop reads the loop's variable when it runs, and then finds its last value. Bind "
+            f"the index: partial(hook, index).{again}"
+        )
     if early := [index for kind, index in events if kind == "early"]:
         return (
             f"layer {early[0]} is sent before all its gradients are there. A hook must count: a "
