@@ -1,5 +1,6 @@
 """Answers to the exercises of "Why doesn't it converge?"."""
 
+import math
 from dataclasses import replace
 from statistics import mean, stdev
 
@@ -65,16 +66,23 @@ def experiment(train, mistake="", seeds=range(6)):
                     cells = [(False, False), (True, True)]
                 without, used = (train(*cell, seed) for cell in cells)
                 gains.append((without, used))
-        if mistake == "unpaired":
+        if mistake.startswith("unpaired"):
             low, high = ([pair[i] for pair in gains] for i in (1, 0))
             gain = mean(high) - mean(low)
             error = (stdev(low) ** 2 / len(low) + stdev(high) ** 2 / len(high)) ** 0.5
+        elif mistake == "one seed counts twice":
+            gain = mean(a - b for a, b in gains)
+            error = stdev(a - b for a, b in gains) / len(gains) ** 0.5
         else:
             by_seed = [mean(a - b for a, b in gains[i : i + 2]) for i in range(0, len(gains), 2)]
             gain = mean(by_seed)
             error = stdev(by_seed) / len(by_seed) ** 0.5 if len(by_seed) > 1 else 0
-        limit = {"no spread": 0, "too strict": 200}.get(mistake, 2.5) * error
+        limits = {"no spread": 0, "too strict": 200, "two errors": 2, "unpaired, 3 errors": 3,
+                  "one seed counts twice": 3}  # fmt: skip
+        limit = limits.get(mistake, 2.5) * error
         limit = 0.1 if mistake == "a fixed limit" else limit
+        if mistake == "same sign":
+            limit = 0 if len({a > b for a, b in gains}) == 1 else math.inf
         words = ("hurts", "helps") if mistake == "sign" else ("helps", "hurts")
         said[remedy] = "not shown" if abs(gain) <= limit else words[gain < 0]
     return said
@@ -148,7 +156,16 @@ CASES = {
             Wrong("one seed taken as proof", experimenting("", range(1)), "you ran one seed"),
             Wrong("two seeds", experimenting("", range(2)), "no idea of the spread"),
             Wrong("conclusions from noise", experimenting("no spread"), "compared with its spread"),
-            Wrong("unpaired", experimenting("unpaired"), "SAME seed"),
+            Wrong("unpaired", experimenting("unpaired"), "then the seed's own level drops out"),
+            Wrong("unpaired, with the limit of the chapter",
+                  experimenting("unpaired, 3 errors", range(4)), "Seeds differ more from each"),
+            Wrong("one sign with four seeds", experimenting("same sign", range(4)),
+                  "once in 8 times"),
+            Wrong("one sign with five seeds", experimenting("same sign", range(5)),
+                  "once in 16 times"),
+            Wrong("two differences a seed", experimenting("one seed counts twice", range(4)),
+                  "do not count twice"),
+            Wrong("two standard errors", experimenting("two errors"), "within 3 it may be chance"),
             Wrong("both remedies at once", experimenting("both at once"), "both remedies together"),
             Wrong("sign", experimenting("sign"), "LOWER with it"),
             Wrong("too strict", experimenting("too strict"), "far beyond chance"),
@@ -166,11 +183,20 @@ CASES = {
             Wrong("the batch in one pass", repairing("small batch", micro_batch=16), "no more seq"),
             Wrong("too little accumulation", repairing("small batch", accumulate=2),
                   "accumulate 2"),
-            Wrong("half the rate", repairing("high learning rate", lr=0.15), "with lr 0.15"),
+            Wrong("too much accumulation", repairing("small batch", accumulate=16),
+                  "2 × 16 = 32 sequences"),
+            Wrong("half the rate", repairing("high learning rate", lr=0.15), "0.3 / 2 is not"),
+            Wrong("a hundredth of the rate", repairing("high learning rate", lr=0.003),
+                  "0.3 / 100 is not"),
+            Wrong("no such field", repairing("small batch", accumulation=8),
+                  "has no 'accumulation'. It has seed, steps, micro_batch, accumulate,"),
+            Wrong("no warm-up to speak of", repairing("no warm-up", warmup=1), "with warmup 1"),
             Wrong("clips instead", repairing("no warm-up", clip_norm=0.1), "change clip_norm"),
             Wrong("another precision", repairing("schedule runs on", precision="fp32"),
                   "fp16 only"),
             Wrong("a lower scale", repairing("schedule runs on", loss_scale=2.0**16), "high again"),
+            Wrong("a lower scale with the repair", repairing("schedule runs on",
+                  loss_scale=2.0**16, schedule_counts="updates"), "no scale can move it"),
             Wrong("no restart", repairing("moments lost", resume_at=None), "must be complete"),
             Wrong("both forms swapped", repairing("preprocessing", training_text="as it is",
                   held_out_text="spaces marked"), "held_out_text 'spaces marked'"),

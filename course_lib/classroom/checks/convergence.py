@@ -1,5 +1,7 @@
 """The exercises of "Why doesn't it converge?": name six faults, repair them; judge two remedies."""
 
+import math
+import re
 from collections.abc import Callable
 from dataclasses import fields
 
@@ -101,7 +103,7 @@ MAY_CHANGE = {
 _STAYS = {
     "micro_batch": "the memory holds no more sequences in one pass. Take more passes",
     "precision": "the device is fast in fp16 only, and skips there are normal",
-    "loss_scale": "a scale can become too high again later, and the schedule would move again",
+    "loss_scale": "a scale can become too high again later. What then happens is what counts",
     "resume_at": "each long run is stopped some time. The restart must be complete",
     "clip_norm": "it is not the cause",
     "lr": "the rate is not the cause, and a lower one only makes the damage smaller",
@@ -113,13 +115,25 @@ def grade_repair(answer: Callable[[str, Setting], Setting]) -> None:
     require_function(answer)
     for fault in FAULTS:
         given = broken(fault, FRESH_SEED)
-        got = answer(fault, given)
+        try:
+            got = answer(fault, given)
+        except TypeError as error:
+            raise _unknown_field(error) or error from None
         if not isinstance(got, Setting):
             raise WrongAnswer(
                 "return a Setting, made by replace(setting, …); yours is "
                 f"{type(got).__name__}: {got!r}."
             )
         _require_repair(fault, given, got)
+
+
+def _unknown_field(error: TypeError) -> WrongAnswer | None:
+    """What to say where replace was called with a name that Setting does not have."""
+    found = re.search(r"Setting.*unexpected keyword argument '(\w+)'", str(error))
+    if found is None:
+        return None
+    names = ", ".join(field.name for field in fields(Setting))
+    return WrongAnswer(f"a Setting has no {found[1]!r}. It has {names}.")
 
 
 def _require_repair(fault: str, given: Setting, got: Setting) -> None:
@@ -130,7 +144,10 @@ def _require_repair(fault: str, given: Setting, got: Setting) -> None:
     for name in names:
         if name in changed - MAY_CHANGE[fault]:
             why = _STAYS.get(name, "it is not the cause")
+            if name == "loss_scale" and got.schedule_counts == "updates":
+                why = "the schedule waits for skipped updates now, so no scale can move it"
             raise WrongAnswer(f"to repair {fault!r} you change {name}: {why}.")
+    _require_known_values(fault, given, got)
     try:
         curves, sound = run(got), run(REFERENCE)
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
@@ -141,6 +158,21 @@ def _require_repair(fault: str, given: Setting, got: Setting) -> None:
         raise WrongAnswer(
             f"your repair of {fault!r}, with {new}, ends at {curves.final:.1f} bits per byte "
             f"(a sound run at {sound.final:.1f}), and its log reads {said!r}."
+        )
+
+
+def _require_known_values(fault: str, given: Setting, got: Setting) -> None:
+    """Refuse a repair that trains well enough, but does not undo what was done."""
+    sequences, healthy = got.micro_batch * got.accumulate, Setting().micro_batch
+    if fault == "small batch" and sequences != healthy:
+        raise WrongAnswer(
+            f"your repair of {fault!r} reads {got.micro_batch} × {got.accumulate} = {sequences} "
+            f"sequences an update, with accumulate {got.accumulate}; a healthy run reads {healthy}."
+        )
+    if fault == "high learning rate" and not math.isclose(got.lr, given.lr / 20):
+        raise WrongAnswer(
+            f"your repair of {fault!r} is lr {got.lr:.4g}. The rate was 20 × too high: "
+            f"{given.lr:.4g} / {given.lr / got.lr:.3g} is not {given.lr:.4g} / 20."
         )
 
 
@@ -175,7 +207,7 @@ EXERCISES = (
             "For each seed, take the loss without the remedy minus the loss with it, as a mean "
             "over the other remedy on and off. That is one number a seed.",
             "The standard error of n numbers is statistics.stdev(numbers) / n ** 0.5. If their "
-            "mean is within 3 standard errors of 0, nothing is shown.",
+            "mean is within 3 standard errors of 0, nothing is shown. n is the number of seeds.",
         ),
         solution="course_lib.classroom.diagnosis:judge_remedies",
         grade=grade_remedies,
@@ -186,8 +218,8 @@ EXERCISES = (
         difficulty=1,
         minutes=10,
         hints=(
-            "dataclasses.replace(setting, lr=0.015) gives a copy with one other value. Which value "
-            "of the setting is the cause of each fault?",
+            "replace(setting, warmup=10) gives a copy with one other value. Which value of the "
+            "setting is the cause of each fault?",
             "The healthy values are the defaults of Setting: Setting().lr, for example. A small "
             "batch is the exception: micro_batch × accumulate must be 16 sequences.",
         ),
