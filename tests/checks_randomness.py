@@ -150,6 +150,20 @@ def masks(
     return noise.drop_attention(ones, site, heads[0])
 
 
+def assert_compiled_masks_are_the_same():
+    """torch.compile may fuse what it likes: the bits are those of the uncompiled model."""
+
+    def draw(samples, index):
+        noise = Noise(0.3, 5, 1, samples, index)
+        ones = torch.ones(len(samples), 4, len(index), len(index))
+        return noise.drop_attention(ones, 1, 0).softmax(-1), noise.drop(ones[:, 0], 0)
+
+    given = torch.tensor([4, 9, 2]), torch.arange(16)
+    for plain, compiled in zip(draw(*given), torch.compile(draw)(*given)):
+        other = float(((plain - compiled).abs() > 1e-5).double().mean())
+        assert other == 0, f"{other:.1%} of the elements differ"
+
+
 def assert_rate_and_scale(p: float):
     """The right share of elements is dropped; the others are scaled so that the mean stays."""
     for drawn in (masks(p, samples=range(64)), masks(p, samples=range(8), heads=range(8))):

@@ -1,6 +1,7 @@
 """The plain model: equal to transformers', causal, cached, tied, random by position."""
 
 import hashlib
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,8 @@ from course_lib.model import (
     generate,
     parameter_spec,
 )
+from course_lib.model.decoder import attend
+from course_lib.model.randomness import Noise
 from tests import checks_model as proof
 from tests import checks_randomness as chance
 from tests.checks_model import GPT, LLAMA, MIXED, SHAPES, lively, random_tokens
@@ -321,9 +324,20 @@ def test_a_shard_of_the_sequence_that_knows_its_offset_is_a_part_of_the_whole(co
     chance.assert_sequence_shards_are_parts_of_the_whole(config)
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_dropout_draws_the_same_masks():
+    chance.assert_compiled_masks_are_the_same()
+
+
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
 def test_dropout_has_the_right_rate_and_scale(p):
     chance.assert_rate_and_scale(p)
+
+
+def test_attention_with_dropout_does_not_overflow_in_fp16():
+    heads = torch.full((1, 1, 4, 64), 40.0, dtype=torch.float16)  # q · k = 102,400; / 8 = 12,800
+    nothing = Noise(0.0, 0, 0, torch.arange(1), torch.arange(4))
+    assert attend(heads, heads, heads, None, nothing, 0).isfinite().all()
 
 
 def test_masks_are_independent_along_every_axis():

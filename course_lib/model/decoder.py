@@ -207,7 +207,7 @@ def attend(query, key, value, mask, noise, site: int, head_offset: int = 0) -> T
         key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
     if mask is None:
         mask = _causal_mask(query.shape[2], 0, query.device)
-    scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
+    scores = (query / math.sqrt(query.shape[-1])) @ key.transpose(-2, -1)  # fp16 ends at 65,504
     weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=_wide(scores.dtype))
     return noise.drop_attention(weights, site, head_offset).to(value.dtype) @ value
 

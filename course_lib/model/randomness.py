@@ -71,27 +71,52 @@ class Noise:
     def __init__(self, p: float, seed: int, step, samples: Tensor, index: Tensor):
         """samples: (batch,) int64 in the global batch; index: (sequence,) int64 in the sample."""
         self.p = p
-        start = _mix(samples.new_full((), seed) * _PRIMES[0] + step)  # int64 wraps around
-        sample = _mix(start + samples[:, None] * _PRIMES[1])  # (batch, 1)
-        self.rows = _mix(sample + index * _PRIMES[2])  # (batch, sequence)
+        self.rows = _row_keys(seed, torch.as_tensor(step, device=samples.device), samples, index)
 
     def drop(self, x: Tensor, site: int) -> Tensor:
         """x: (batch, sequence, channels)."""
-        channel = torch.arange(x.shape[-1], device=x.device)
-        return self._apply(x, self.rows[..., None] + (site << 40) + channel * _PRIMES[3])
+        channels = torch.arange(x.shape[-1], device=x.device)
+        return self._apply(x, self.rows[..., None], site, channels)
 
     def drop_attention(self, x: Tensor, site: int, head_offset: int) -> Tensor:
         """x: (batch, heads, queries, keys); head_offset: global number of the first head."""
-        head = head_offset + torch.arange(x.shape[1], device=x.device)[:, None, None]
-        cell = (head << 24) + torch.arange(x.shape[-1], device=x.device)
-        return self._apply(x, self.rows[:, None, :, None] + (site << 40) + cell * _PRIMES[3])
+        heads = head_offset + torch.arange(x.shape[1], device=x.device)[:, None, None]
+        cells = (heads << 24) + torch.arange(x.shape[-1], device=x.device)
+        return self._apply(x, self.rows[:, None, :, None], site, cells)
 
-    def _apply(self, x: Tensor, key: Tensor) -> Tensor:
-        uniform = _mix(key) & 0xFFFFFF  # 24 random bits
-        return x * (uniform >= round(self.p * 2**24)) / (1 - self.p)
+    def _apply(self, x: Tensor, rows: Tensor, site: int, cells: Tensor) -> Tensor:
+        return x * (_draw(rows, site, cells) >= round(self.p * 2**24)) / (1 - self.p)
 
 
-_PRIMES = (0x9E3779B97F4A7C1, 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85, 0x27BB2EE687B0B0FD)
+# The two hashes rely on int64 that wraps around. A compiler must not see them: in the C++ that
+# torch.compile writes, overflow of signed integers is undefined, and masks came out different.
+
+
+@torch.library.custom_op("course_lib::row_keys", mutates_args=())
+def _row_keys(seed: int, step: Tensor, samples: Tensor, index: Tensor) -> Tensor:
+    """One int64 for each position of each sample: (batch, sequence)."""
+    start = _mix(samples.new_full((), seed) * _FACTORS[0] + step)
+    sample = _mix(start + samples[:, None] * _FACTORS[1])  # (batch, 1)
+    return _mix(sample + index * _FACTORS[2])
+
+
+@torch.library.custom_op("course_lib::draw", mutates_args=())
+def _draw(rows: Tensor, site: int, cells: Tensor) -> Tensor:
+    """24 random bits for each cell of each row, int64; rows and cells broadcast."""
+    return _mix(rows + (site << 40) + cells * _FACTORS[3]) & 0xFFFFFF
+
+
+@_row_keys.register_fake
+def _(seed, step, samples, index):
+    return samples[:, None] + index
+
+
+@_draw.register_fake
+def _(rows, site, cells):
+    return rows + cells
+
+
+_FACTORS = (0x9E3779B97F4A7C1, 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85, 0x27BB2EE687B0B0FD)  # odd
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -21,22 +21,22 @@ from tests.mutants.faults_model import Fault, Put
 
 
 def dropout_from_history(put: Put) -> None:
-    def apply(self, x, key):
-        return x * (torch.rand(key.shape) >= self.p) / (1 - self.p)
+    def apply(self, x, rows, site, cells):
+        return x * (torch.rand((rows + cells).shape) >= self.p) / (1 - self.p)
 
     put(Noise, "_apply", apply)
 
 
 def dropout_not_rescaled(put: Put) -> None:
-    put(Noise, "_apply", lambda self, x, key: x * _kept(self, key))
+    put(Noise, "_apply", lambda self, x, *key: x * _kept(self, *key))
 
 
 def dropout_keeps_what_it_should_drop(put: Put) -> None:
-    put(Noise, "_apply", lambda self, x, key: x * ~_kept(self, key) / (1 - self.p))
+    put(Noise, "_apply", lambda self, x, *key: x * ~_kept(self, *key) / (1 - self.p))
 
 
-def _kept(noise, key):
-    return (randomness._mix(key) & 0xFFFFFF) >= round(noise.p * 2**24)
+def _kept(noise, *key):
+    return randomness._draw(*key) >= round(noise.p * 2**24)
 
 
 def dropout_in_evaluation(put: Put) -> None:
