@@ -43,14 +43,30 @@ def _packed(row, length):
     }
 
 
+def numbers_filler_zero(documents, length):
+    """Filler with a document's number is right: it comes last, so no document sees it."""
+    rows = pack(documents, length)
+    return [row | {"documents": [max(number, 0) for number in row["documents"]]} for row in rows]
+
+
+def out_of_its_own_range(dataset, step, index, global_batch):
+    return [0][step], index
+
+
 def test_sample_by_hand_and_by_sorting_pass():
     for answer in (locate, by_sorting, with_numpy):
         assert judge(find("tokens-to-batches/1"), answer).status == "passed"
 
 
 def test_packing_by_hand_and_with_numbers_by_row_pass():
-    for answer in (pack, numbered_by_row):
+    for answer in (pack, numbered_by_row, numbers_filler_zero):
         assert judge(find("tokens-to-batches/2"), answer).status == "passed"
+
+
+def test_an_index_error_of_the_learners_own_is_shown_as_it_is():
+    verdict = judge(find("tokens-to-batches/1"), out_of_its_own_range)
+    assert verdict.status == "crashed"
+    assert "IndexError: list index out of range" in verdict.message
 
 
 def test_an_answer_that_spoils_its_data_set_does_no_harm_to_the_next_check():

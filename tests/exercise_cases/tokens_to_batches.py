@@ -21,6 +21,10 @@ def locate(dataset, step, index, global_batch, mistake: str = ""):
         n = index * global_batch + step
     if mistake == "adds step and index":
         n = step + index
+    if mistake == "multiplies step and index":
+        n = step * index
+    if mistake == "forgets both":
+        n = 0
     if mistake == "forgets the index":
         n = step * global_batch
     if mistake == "forgets the step":
@@ -40,6 +44,8 @@ def locate(dataset, step, index, global_batch, mistake: str = ""):
         seed = 100 * seed + global_batch
     if mistake == "hash of a text":
         seed = hash(f"seed {seed}") % 1000
+    if mistake == "permutes the sample's number":
+        position = n
     window = permuted(position, count, seed, key)
     if mistake == "order of the text":
         window = position
@@ -55,6 +61,8 @@ def locate(dataset, step, index, global_batch, mistake: str = ""):
         return window
     if mistake == "floats":
         return float(epoch), window
+    if mistake == "window first":
+        return window, epoch
     return epoch, window
 
 
@@ -97,10 +105,16 @@ def pack(documents, length, mistake: str = ""):
         length = 12
     if mistake == "backwards":
         documents = documents[::-1]
+    if mistake == "sorted by length":
+        documents = sorted(documents, key=len, reverse=True)
     rows, row = [], []  # a row is a list of (token, label, position, document)
     for number, tokens in enumerate(documents):
         left = length - len(row)
-        full = len(tokens) >= left if mistake == "never quite full" else len(tokens) > left
+        full = len(tokens) > left
+        if mistake == "never quite full":
+            full = len(tokens) >= left
+        if mistake == "too many rows":
+            full = full or number % 3 == 1
         if row and (full or mistake == "one a row"):
             rows.append(row)
             row = []
@@ -183,6 +197,14 @@ CASES = {
         locate_stub,
         (
             Wrong("same order each epoch", locating("same order each epoch"), "the same order"),
+            Wrong("window first", locating("window first"), "(epoch, window), in this order"),
+            Wrong("product", locating("multiplies step and index"), "You multiply step and index"),
+            Wrong("forgets both", locating("forgets both"), "neither step nor index"),
+            Wrong(
+                "permutes the sample's number",
+                locating("permutes the sample's number"),
+                "outside of the epoch",
+            ),
             Wrong("ranks overlap", locating("adds step and index"), "you add step and index"),
             Wrong("step and index", locating("exchanges step and index"), "index are exchanged"),
             Wrong("the library's class", TokenDataset, "yours is the class TokenDataset"),
@@ -228,12 +250,14 @@ CASES = {
             Wrong("labels not shifted", packing("not shifted"), "are not shifted"),
             Wrong("labels shifted twice", packing("shifted twice"), "shifted twice"),
             Wrong("-100 in front", packing("-100 in front"), "one place too far"),
-            Wrong("last label 0", packing("last label 0"), "its label is -100, not 0"),
+            Wrong("last label 0", packing("last label 0"), "must be -100; yours: 0"),
             Wrong("trains on filler", packing("trains on filler"), "not train on filler"),
             Wrong("forgets the last row", packing("forgets the last row"), "Is the last row kept"),
             Wrong("cuts documents", cuts_documents, "does not lie whole"),
             Wrong("one a row", packing("one a row"), "a row of its own"),
             Wrong("never quite full", packing("never quite full"), "fills a row exactly"),
+            Wrong("too many rows", packing("too many rows"), "room for 7 tokens. Begin a new"),
+            Wrong("sorted", packing("sorted by length"), "document 3 lies before document 2"),
             Wrong("an empty row", packing("an empty row in front"), "holds no document"),
             Wrong("documents twice", packing("documents twice"), "stands in the rows twice"),
             Wrong("no filler", packing("no filler"), "Fill it up"),

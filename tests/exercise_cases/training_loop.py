@@ -19,6 +19,8 @@ def gradient(model, micro_batches, clip_norm, mistake: str = ""):
     counted = {"counts all positions": [b.labels.numel() for b in micro_batches]}
     tokens = sum(counted.get(mistake, [b.valid for b in micro_batches]))
     total = losses = 0.0
+    if mistake != "forgets to zero":
+        model.zero_grad()
     for batch in micro_batches:
         if mistake == "only the last":
             model.zero_grad()
@@ -55,6 +57,8 @@ def gradient(model, micro_batches, clip_norm, mistake: str = ""):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     if mistake == "half a norm":
         return loss, norm / 2
+    if mistake == "norm first":
+        return norm, loss
     return loss if mistake == "returns the loss only" else (loss, norm)
 
 
@@ -126,7 +130,8 @@ def rate(config, step, mistake: str = ""):
     start = config.warmup if late else 0 if mistake == "progress from step 0" else peak
     if step < config.warmup:
         first = 0 if mistake.startswith("zero at step 0") else 1
-        return config.lr * (step + first) / (config.warmup + (mistake == "slow warm-up"))
+        ramp = (step + first) / (config.warmup + (mistake == "slow warm-up"))
+        return ramp if mistake == "no lr anywhere" else ramp * config.lr
     progress = (step - start) / (config.steps - start - (mistake == "one step early"))
     if not mistake.startswith("rises again"):
         progress = min(progress, 1)
@@ -134,10 +139,20 @@ def rate(config, step, mistake: str = ""):
         "linear": 1 - progress,
         "quarter wave": math.cos(math.pi / 2 * progress),
         "squared": (1 - progress) ** 2,
+        "no pi": (1 + math.cos(progress)) / 2,
+        "degrees": (1 + math.cos(180 * progress)) / 2,
+        "not halved": 1 + math.cos(math.pi * progress),
+        "cos alone": math.cos(math.pi * progress),
+        "ends above": (2 + math.cos(math.pi * progress)) / 3,
+        "no pi, falls to 0": (1 + math.cos(progress)) / 2,
     }.get(mistake, (1 + math.cos(math.pi * progress)) / 2)
     if mistake == "0 after the end" and step > config.steps:
         return 0.0
-    lowest = {"falls to 0": 0.0, "min_lr as a rate": config.min_lr}.get(
+    if mistake in ("no lr", "no lr anywhere"):
+        return config.min_lr + (1 - config.min_lr) * left
+    if mistake == "lowest rate added":
+        return config.lr * (config.min_lr + left)
+    lowest = {"falls to 0": 0.0, "no pi, falls to 0": 0.0, "min_lr as a rate": config.min_lr}.get(
         mistake, config.lr * config.min_lr
     )
     if mistake == "max()":
@@ -273,12 +288,14 @@ CASES = {
             Wrong("another direction", other_direction, "another direction"),
             Wrong("no backward", no_backward, "no gradient is in"),
             Wrong("keeps the graph", making_gradient("keeps the graph"), "holds the graph"),
-            Wrong("loss is a sum", making_gradient("loss is a sum"), "The loss is the sum"),
+            Wrong("loss is a sum", making_gradient("loss is a sum"), "Your loss is the sum"),
             Wrong("loss: mean of means", making_gradient("loss is a mean of means"), "weigh each"),
             Wrong("loss of the last", making_gradient("loss of the last"), "add up all of them"),
-            Wrong("loss is one", making_gradient("loss is one"), "The loss is 1, not"),
+            Wrong("loss is one", making_gradient("loss is one"), "Your loss is 1; expected"),
             Wrong("norm after clipping", making_gradient("norm after clipping"), "the one before"),
-            Wrong("half a norm", making_gradient("half a norm"), "but the norm is"),
+            Wrong("norm first", making_gradient("norm first"), "you return (norm, loss)"),
+            Wrong("forgets to zero", making_gradient("forgets to zero"), "called a second time"),
+            Wrong("half a norm", making_gradient("half a norm"), "Your norm is"),
             Wrong("steps", making_gradient("steps"), "you changed the weights"),
             Wrong("returns the loss only", making_gradient("returns the loss only"), "the pair"),
             Wrong("gives a value, not a function", 1.8, "without calling it"),
@@ -290,7 +307,7 @@ CASES = {
             Wrong("zero at step 0", rating("zero at step 0"), "The first update does nothing"),
             Wrong("zero at step 0, joined", rating("zero at step 0, right joint"), "rate is 0"),
             Wrong("rises again", rating("rises again"), "After the end it rises again"),
-            Wrong("rises again, off by one", rating("rises again, off by one"), "And the decay"),
+            Wrong("rises again, off by one", rating("rises again, off by one"), "decay. After the"),
             Wrong("off by one at the joint", rating("off by one at the joint"), "Off by one where"),
             Wrong("progress from step 0", rating("progress from step 0"), "jumps where"),
             Wrong("falls to 0", rating("falls to 0"), "The rate goes to 0"),
@@ -299,7 +316,16 @@ CASES = {
             Wrong("one step early", rating("one step early"), "one step early"),
             Wrong("linear", rating("linear"), "straight line"),
             Wrong("quarter wave", rating("quarter wave"), "quarter of a cosine"),
-            Wrong("another curve", rating("squared"), "Look at the decay"),
+            Wrong("another curve", rating("squared"), "Look at the curve between"),
+            Wrong("no pi", rating("no pi"), "The factor π is missing"),
+            Wrong("degrees", rating("degrees"), "You give degrees"),
+            Wrong("not halved", rating("not halved"), "divide it by 2"),
+            Wrong("cos alone", rating("cos alone"), "from 1 to -1"),
+            Wrong("ends above", rating("ends above"), "Look at the end of the decay"),
+            Wrong("no lr in the decay", rating("no lr"), "In the decay the factor lr"),
+            Wrong("no lr", rating("no lr anywhere"), "a fraction of lr."),
+            Wrong("lowest rate added", rating("lowest rate added"), "is added to a curve"),
+            Wrong("two mistakes", rating("no pi, falls to 0"), "is π. The rate goes to 0"),
             Wrong("slow warm-up", rating("slow warm-up"), "Look at the warm-up"),
             Wrong("0 after the end", rating("0 after the end"), "Look at what happens after"),
             Wrong("divides by warmup", divides_by_warmup, "you divide by zero"),
@@ -319,7 +345,7 @@ CASES = {
             Wrong("doubles always", DoublesAlways, "after every good step"),
             Wrong("quarters", Quarters, "Halve at an overflow; double after"),
             Wrong("the wrong way round", WrongWayRound, "wrong way round"),
-            Wrong("starts elsewhere", StartsElsewhere, "starts at scale"),
+            Wrong("starts elsewhere", StartsElsewhere, "your scaler starts at scale"),
             Wrong("a word as scale", Word, "must be a number"),
             Wrong("other names", Nameless, "attribute `scale`"),
             Wrong("gives an object, not the class", Scaler(8.0, 3), "give the class itself"),

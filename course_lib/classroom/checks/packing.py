@@ -79,8 +79,8 @@ def as_whole(number: Any) -> int | None:
 def _check(rows: list[Row], documents: list[list[int]], length: int) -> None:
     """All that makes rows of the right form a right answer."""
     places = _places(rows, documents)
-    _check_rows(rows, documents, length)
     _check_order(places)
+    _check_rows(rows, documents, places, length)
     for tokens, (row, first) in zip(documents, places):
         _check_labels(rows[row]["labels"], tokens, first, rows[row]["tokens"])
     _check_fillers(rows, documents, places)
@@ -126,7 +126,7 @@ def _places(rows: list[Row], documents: list[list[int]]) -> list[tuple[int, int]
     where = dict(stand[::-1])  # the first place of each token
     places = []
     for number, tokens in enumerate(documents):
-        told = f"document {number} ({len(tokens)} token{'s' if len(tokens) > 1 else ''}) "
+        told = f"document {number} ({_tokens(len(tokens))}) "
         if not any(token in where for token in tokens):
             rest = [token for later in documents[number:] for token in later]
             last = "" if any(token in where for token in rest) else " Is the last row kept?"
@@ -152,19 +152,26 @@ def _places(rows: list[Row], documents: list[list[int]]) -> list[tuple[int, int]
     return places
 
 
-def _check_rows(rows: list[Row], documents: list[list[int]], length: int) -> None:
+def _check_rows(rows: list[Row], documents: list[list[int]], places, length: int) -> None:
+    """Documents lie in order: is each in the first row that has room for it?"""
     if empty := [number for number, row in enumerate(rows) if not any(row["tokens"])]:
         raise WrongAnswer(f"row {empty[0]} holds no document. Begin a row only for a document.")
-    most = len(pack(documents, length))
     if len(rows) == len(documents):
         raise WrongAnswer(
             f"each document has a row of its own: {len(rows)} rows, mostly filler. Put the next "
-            f"document into the same row while it fits; {most} rows are enough."
+            f"document into the same row while it fits; {len(pack(documents, length))} rows are "
+            "enough."
         )
-    if len(rows) > most:
-        raise WrongAnswer(
-            f"{len(rows)} rows; {most} are enough. A document that fills a row exactly fits."
-        )
+    for number, ((row, first), after) in enumerate(pairwise(places), start=1):
+        left = length - first - len(documents[number - 1])
+        size = len(documents[number])
+        if after[0] > row and size <= left:
+            exactly = " A document that fills a row exactly fits." if size == left else ""
+            raise WrongAnswer(
+                f"document {number} ({_tokens(size)}) begins a new row, but row {row} has "
+                f"room for {_tokens(left)}.{exactly} Begin a new row only when the next document "
+                "does not fit."
+            )
 
 
 def _check_order(places: list[tuple[int, int]]) -> None:
@@ -200,8 +207,13 @@ def _check_labels(labels: list[int], tokens: list[int], first: int, row: list[in
             "document. The last token of a document has no target: -100."
         )
     raise WrongAnswer(
-        f"{told}The last token of a document has no target, so its label is -100, not {given[-1]}."
+        f"{told}The last token of a document has no target. Its label must be -100; yours: "
+        f"{given[-1]}."
     )
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'' if count == 1 else 's'}"
 
 
 def _listed(numbers: list[int]) -> str:

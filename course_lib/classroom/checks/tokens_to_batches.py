@@ -1,8 +1,10 @@
 """The exercises of "From tokens to batches": find a sample by arithmetic; pack whole documents."""
 
+import traceback
 from collections import Counter
 from collections.abc import Callable
 
+from ..learner import learners_line
 from .exercise import Exercise, WrongAnswer, on_ranks
 from .packing import as_whole, grade_packing, must_be_a_function
 
@@ -43,7 +45,16 @@ def _asked(
     answer: Callable, windows: Windows, step: int, index: int, batch: int = _BATCH
 ) -> tuple[int, int]:
     """One answer in its right form: (epoch, window), both int."""
-    given = answer(windows, step, index, batch)
+    try:
+        given = answer(windows, step, index, batch)
+    except IndexError as error:
+        if "permuted" not in {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
+            raise
+        raise WrongAnswer(
+            f"{_where((step, index), batch)}you give `permuted` a position outside of the epoch. "
+            f"Positions are 0 to {len(windows) - 1}: they start again in each epoch.\n"
+            f"{learners_line(error)}".rstrip()
+        ) from error
     if not isinstance(given, tuple) or len(given) != 2:
         raise WrongAnswer(f"return two numbers, (epoch, window); yours: {given!r}.")
     epoch, window = map(as_whole, given)
@@ -81,6 +92,11 @@ def _check_purity(answer: Callable, windows: Windows, found: dict) -> None:
 def _check_epochs(windows: Windows, found: dict) -> None:
     """Every window once in an epoch, and the epoch's number right."""
     count, places = len(windows), list(found)
+    if all(window == n // count for n, (_, window) in enumerate(found.values())):
+        raise WrongAnswer(
+            f"the second number you return is the epoch. Return (epoch, window), in this order; "
+            f"{_where((1, 0))}yours: {found[1, 0]}."
+        )
     if _exchanged(windows, found):
         raise WrongAnswer(
             f"{_where((1, 0))}you return what belongs to step 0, sample 1: step and index are "
@@ -123,20 +139,13 @@ def _overlap(windows: Windows, found: dict, same: list[Place]) -> str:
         f"sample {index} of step {step} and sample {other_index} of step {other_step} are both "
         f"window {found[same[0]][1]}, though the first epoch is not over. "
     )
-    first_step = {found[0, i][1] for i in range(_BATCH)}
-    if len(first_step) == 1:
-        return told + "Ranks overlap: the index in the global batch makes no difference."
     places = list(found)[: len(windows)]
-    if all(found[place] == found[0, place[1]] for place in places):
-        return told + "Every step is the same: the step makes no difference."
-    by_sum: dict[int, set] = {}
-    for place in places:
-        by_sum.setdefault(sum(place), set()).add(found[place])
-    if all(len(group) == 1 for group in by_sum.values()):
-        return told + (
-            "Ranks overlap: you add step and index. Before this step there were "
-            "step · global_batch samples, not step."
-        )
+    for words, part in _PARTS.items():
+        given: dict[int, set] = {}
+        for place in places:
+            given.setdefault(part(*place), set()).add(found[place])
+        if all(len(group) == 1 for group in given.values()):
+            return told + words
     if all(found[place][0] == place[0] for place in places):
         return told + "You take the step for the epoch: each step begins a new permutation."
     if all(found[place][0] == place[0] // (len(windows) // _BATCH) for place in places):
@@ -152,6 +161,17 @@ def _overlap(windows: Windows, found: dict, same: list[Place]) -> str:
         "position in the epoch instead."
     )
 
+
+# What the window depends on where the answer uses less than step and index.
+_PARTS = {
+    "Every sample is the same: neither step nor index makes a difference.": lambda step, index: 0,
+    "Ranks overlap: the index in the global batch makes no difference.": lambda step, index: step,
+    "Every step is the same: the step makes no difference.": lambda step, index: index,
+    "Ranks overlap: you add step and index. Before this step there were step · global_batch "
+    "samples, not step.": lambda step, index: step + index,
+    "You multiply step and index. Before this step there were step · global_batch samples; add the "
+    "index to them.": lambda step, index: step * index,
+}
 
 _REMAINDER = (
     "You let each epoch end with its last full batch, so the windows that are left over are never "
@@ -257,7 +277,8 @@ EXERCISES = (
             "fill the row up and begin a new one. Do not forget the last row.",
             "A document of n tokens brings labels tokens[1:] + [-100], positions 0 … n - 1, and n "
             "times its own number.",
-            "Fill up with tokens 0, labels -100, positions 0, and a number that no document has.",
+            "Fill up with tokens 0, labels -100 and positions 0. In `documents` any number will "
+            "do: filler stands last, so no document sees it.",
         ),
         solution="course_lib.classroom.checks.packing:pack",
         grade=grade_packing,

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable
+from itertools import product
+from operator import itemgetter
 
 from course_lib.training import LossScaler, TrainingConfig, learning_rate
 
@@ -51,34 +53,30 @@ def _near(a: float, b: float) -> bool:
 def _schedule_mistake(config, steps: list, got: list, want: list, first: int) -> str:
     where = (
         f"with lr {config.lr}, min_lr {config.min_lr}, warmup {config.warmup}, steps "
-        f"{config.steps}, the rate at step {steps[first]} is {got[first]:.4g}, not "
+        f"{config.steps}, your rate at step {steps[first]} is {got[first]:.4g}; expected: "
         f"{want[first]:.4g}. "
     )
-    for words, wrong in _RATE_MISTAKES:
+    if all(_near(config.lr * a, b) for a, b in zip(got, want)):
+        return where + "The factor lr is missing: yours is a fraction of lr."
+    for words, wrong in _mistaken_schedules():
         if all(_near(a, wrong(config, step)) for a, step in zip(got, steps)):
             return where + words
     if steps[first] == 0 and got[first] == 0:
         return where + _AT_ZERO
-    if steps[first] >= config.steps:
-        return where + "Look at what happens after the end."
     if steps[first] < config.warmup:
         return where + "Look at the warm-up: step s has (s + 1) / warmup of lr."
-    return where + "Look at the decay: it begins at step warmup - 1 and ends at `steps`."
-
-
-def _shape(start: Callable, *, first=1, clamp=True, end=0, form=None, floor=None) -> Callable:
-    """A schedule with one mistake. start(config): the step from which progress is counted."""
-    form = form or (lambda progress: (1 + math.cos(math.pi * progress)) / 2)
-    floor = floor or (lambda c, left: c.lr * (c.min_lr + (1 - c.min_lr) * left))
-
-    def rate(config: TrainingConfig, step: int) -> float:
-        if step < config.warmup:
-            return config.lr * (step + first) / config.warmup
-        begin = start(config)
-        progress = (step - begin) / max(config.steps - end - begin, 1)
-        return floor(config, form(min(progress, 1.0) if clamp else progress))
-
-    return rate
+    if not _near(got[config.steps], want[config.steps]):
+        return where + (
+            f"Look at the end of the decay: at step `steps`, {config.steps}, yours is "
+            f"{got[config.steps]:.4g}; expected: min_lr × lr = {want[config.steps]:.4g}."
+        )
+    if steps[first] >= config.steps:
+        return where + "Look at what happens after the end."
+    return where + (
+        "Warm-up and end are right. Look at the curve between them: from step warmup - 1 to "
+        "`steps` the progress rises from 0 to 1 in equal parts, and (1 + cos(π × progress)) / 2 "
+        "of it is left."
+    )
 
 
 def _peak(config: TrainingConfig) -> int:
@@ -93,52 +91,108 @@ _AT_ZERO = (
     "The first update does nothing: its rate is 0. Steps count from 0, so step s has s + 1 parts "
     "of the warm-up."
 )
-_RISES_AGAIN = (
-    "After the end it rises again, as a cosine does. Limit the progress to 1: the rate stays at "
-    "min_lr × lr."
-)
-_RATE_MISTAKES = (
-    (_AT_ZERO, _shape(_late, first=0)),
-    (_AT_ZERO, _shape(_peak, first=0)),
+# The parts of a schedule; in each the right way comes first, then mistakes and their words.
+_RISE = (("", 1), (_AT_ZERO, 0))  # parts of the warm-up that step 0 has
+_BEGIN = (
+    ("", _peak),
     (
         "Off by one where warm-up and decay meet: the highest rate is used twice. The last step "
         "of the warm-up, warmup - 1, is already the first of the decay.",
-        _shape(_late),
+        _late,
     ),
-    (_RISES_AGAIN, _shape(_peak, clamp=False)),
-    (_RISES_AGAIN + " And the decay begins at step warmup - 1.", _shape(_late, clamp=False)),
     (
         "The decay counts its progress from step 0, so the rate jumps where the warm-up ends.",
-        _shape(lambda config: 0),
+        lambda config: 0,
     ),
-    (
-        "The rate goes to 0. It must end at min_lr × lr.",
-        _shape(_peak, floor=lambda c, left: c.lr * left),
-    ),
-    (
-        "min_lr is a fraction of lr, not a rate: the end is min_lr × lr.",
-        _shape(_peak, floor=lambda c, left: c.min_lr + (c.lr - c.min_lr) * left),
-    ),
-    (
-        "The lowest rate is set with max(), so the curve has a corner. Put it into the formula: "
-        "what falls is lr - min_lr × lr.",
-        _shape(_peak, floor=lambda c, left: max(c.lr * left, c.lr * c.min_lr)),
-    ),
+)
+_END = (
+    ("", 0),
     (
         "It ends one step early. The lowest rate is reached at `steps`, the first step after the "
         "end.",
-        _shape(_peak, end=1),
+        1,
     ),
+)
+_LIMIT = (
+    ("", lambda progress: min(progress, 1.0)),
+    (
+        "After the end it rises again, as a cosine does. Limit the progress to 1: the rate stays "
+        "at min_lr × lr.",
+        lambda progress: progress,
+    ),
+)
+_FORM = (
+    ("", lambda progress: (1 + math.cos(math.pi * progress)) / 2),
     (
         "That is a straight line. Cosine: (1 + cos(π × progress)) / 2.",
-        _shape(_peak, form=lambda progress: 1 - progress),
+        lambda progress: 1 - progress,
     ),
     (
         "That is a quarter of a cosine wave. Half a wave falls to its end without a corner: "
         "(1 + cos(π × progress)) / 2.",
-        _shape(_peak, form=lambda progress: math.cos(math.pi / 2 * progress)),
+        lambda progress: math.cos(math.pi / 2 * progress),
+    ),
+    (
+        "The factor π is missing: cos takes radians, and half a wave is π.",
+        lambda progress: (1 + math.cos(progress)) / 2,
+    ),
+    (
+        "You give degrees to cos, which takes radians: half a wave is π, not 180.",
+        lambda progress: (1 + math.cos(180 * progress)) / 2,
+    ),
+    (
+        "1 + cos falls from 2 to 0: divide it by 2.",
+        lambda progress: 1 + math.cos(math.pi * progress),
+    ),
+    (
+        "cos falls from 1 to -1: (1 + cos(π × progress)) / 2 falls from 1 to 0.",
+        lambda progress: math.cos(math.pi * progress),
     ),
 )
+_FLOOR = (
+    ("", lambda c, left: c.lr * (c.min_lr + (1 - c.min_lr) * left)),
+    ("The rate goes to 0. It must end at min_lr × lr.", lambda c, left: c.lr * left),
+    (
+        "min_lr is a fraction of lr, not a rate: the end is min_lr × lr.",
+        lambda c, left: c.min_lr + (c.lr - c.min_lr) * left,
+    ),
+    (
+        "The lowest rate is set with max(), so the curve has a corner. Put it into the formula: "
+        "what falls is lr - min_lr × lr.",
+        lambda c, left: max(c.lr * left, c.lr * c.min_lr),
+    ),
+    (
+        "The lowest rate is added to a curve that falls from lr to 0. What falls is lr - min_lr × "
+        "lr.",
+        lambda c, left: c.lr * (c.min_lr + left),
+    ),
+    (
+        "In the decay the factor lr is missing.",
+        lambda c, left: c.min_lr + (1 - c.min_lr) * left,
+    ),
+)
+
+
+def _mistaken_schedules() -> list[tuple[str, Callable]]:
+    """Every schedule with one or more of the mistakes, and its words; the fewest first."""
+    made = []
+    for parts in product(_RISE, _BEGIN, _END, _LIMIT, _FORM, _FLOOR):
+        words = [told for told, _ in parts if told]
+        if _AT_ZERO in words and parts[1][1] is _late:
+            words.remove(parts[1][0])  # both mistakes together join without a step
+        made.append((len(words), " ".join(words), _schedule(*(part for _, part in parts))))
+    return [(words, rate) for _, words, rate in sorted(made[1:], key=itemgetter(0))]
+
+
+def _schedule(first, start, end, limit, form, floor) -> Callable[[TrainingConfig, int], float]:
+    def rate(config: TrainingConfig, step: int) -> float:
+        if step < config.warmup:
+            return config.lr * (step + first) / config.warmup
+        begin = start(config)
+        progress = (step - begin) / max(config.steps - end - begin, 1)
+        return floor(config, form(limit(progress)))
+
+    return rate
 
 
 # --------------------------------------------------------------------------------- loss scaling
@@ -156,7 +210,9 @@ def grade_loss_scaler(answer: Callable[[float, int], LossScaler]) -> None:
                 "the scaler needs an attribute `scale` and a method `update(finite)`."
             )
         if _scale_of(scaler) != scale:
-            raise WrongAnswer(f"it starts at scale {scaler.scale}, not at the given {scale:g}.")
+            raise WrongAnswer(
+                f"your scaler starts at scale {scaler.scale}; expected: the given {scale:g}."
+            )
         got = [_scale_after(scaler, finite) for finite in _FINITE]
         want = _follow(_right, scale, interval)
         if got != want:
@@ -246,8 +302,8 @@ def _scale_mistake(got: list, want: list, scale: float, interval: int) -> str:
     first = next(at for at, (a, b) in enumerate(zip(got, want)) if a != b)
     seen = "".join("." if finite else "X" for finite in _FINITE[: first + 1])
     where = (
-        f"after the steps {seen} (X: overflow), with growth_interval {interval}, the scale is "
-        f"{got[first]}, not {want[first]:g}. "
+        f"after the steps {seen} (X: overflow), with growth_interval {interval}, your scale is "
+        f"{got[first]:g}; expected: {want[first]:g}. "
     )
     for rule, words in _SCALE_MISTAKES.items():
         if got == _follow(rule, scale, interval):

@@ -24,6 +24,7 @@ def clipped_gradient(
     Returns its loss (nats a token) and its gradient norm before clipping. The trainer does the
     same in two places: `accumulate`, then `finish_gradients`, which also sums over ranks.
     """
+    model.zero_grad()  # what an earlier step left
     tokens = sum(batch.valid for batch in micro_batches)  # known before the first backward pass
     loss = accumulate(model, micro_batches, tokens)
     norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
@@ -45,6 +46,7 @@ def grade_clipped_gradient(answer: Callable) -> None:
         ("with one micro-batch that has no label", [masked, *parts[2:]], 1e9),
     ):
         _compare_gradient(answer, given, clip_norm, where)
+    _call_again(answer, parts[1:])
 
 
 def _compare_gradient(answer: Callable, parts: list[Batch], clip_norm: float, where: str) -> None:
@@ -73,6 +75,19 @@ def _compare_gradient(answer: Callable, parts: list[Batch], clip_norm: float, wh
     if not _same(got, want):
         raise WrongAnswer(f"{where}: {_gradient_mistake(got, want, parts, clip_norm)}")
     _require_figures(returned, loss, norm, clip_norm, parts, where)
+
+
+def _call_again(answer: Callable, parts: list[Batch]) -> None:
+    """The second step of a training: what the first one left must not count."""
+    model, right = _model(), _model()
+    _undivided(right, parts, 1e9)
+    for _ in range(2):
+        answer(model, parts, 1e9)
+    if not _same(_flat(model), _flat(right)):
+        raise WrongAnswer(
+            "called a second time with the same model, you leave another gradient: `.grad` still "
+            "holds that of the first call. Set the gradients to zero once, before the loop."
+        )
 
 
 def _model() -> nn.Module:
@@ -252,6 +267,10 @@ def _require_figures(returned, loss: float, norm: float, clip_norm: float, parts
             f"{where}: the gradient is right. Loss and norm must be two numbers; you return "
             f"{returned!r}."
         ) from error
+    if all(math.isclose(*pair, rel_tol=1e-6) for pair in ((got_loss, norm), (got_norm, loss))):
+        raise WrongAnswer(
+            f"{where}: the gradient is right, but you return (norm, loss). Return (loss, norm)."
+        )
     if not math.isclose(got_loss, loss, rel_tol=1e-6):
         raise WrongAnswer(f"{where}: the gradient is right. {_loss_mistake(got_loss, loss, parts)}")
     if not math.isclose(got_norm, norm, rel_tol=1e-6):
@@ -260,21 +279,22 @@ def _require_figures(returned, loss: float, norm: float, clip_norm: float, parts
         clipped = math.isclose(got_norm, min(norm, clip_norm), rel_tol=1e-3)
         told = " It is the norm after clipping; return the one before." if clipped else ""
         raise WrongAnswer(
-            f"{where}: the gradient is right, but the norm is {got_norm:.4g}, not {norm:.4g}.{told}"
+            f"{where}: the gradient is right. Your norm is {got_norm:.4g}; expected: {norm:.4g}."
+            f"{told}"
         )
 
 
 def _loss_mistake(got: float, want: float, parts: list[Batch]) -> str:
     if math.isclose(got, want * _valid(parts), rel_tol=1e-6):
-        return "The loss is the sum; divide it by the tokens of all micro-batches."
+        return "Your loss is the sum; divide it by the tokens of all micro-batches."
     if not math.isfinite(got):
-        return f"The loss is {got}: one micro-batch has no tokens to average over."
+        return f"Your loss is {got}: one micro-batch has no tokens to average over."
     model = _model()
     with torch.no_grad():
         sums = [float(loss_sum(model(part.tokens), part.labels)) for part in parts]
     means = [nats / max(part.valid, 1) for nats, part in zip(sums, parts)]
     if math.isclose(got, sum(means) / len(means), rel_tol=1e-6):
-        return "The loss is a mean of means; weigh each token alike."
+        return "Your loss is a mean of means; weigh each token alike."
     if any(math.isclose(got, last, rel_tol=1e-6) for last in (means[-1], sums[-1] / _valid(parts))):
-        return "The loss is that of the last micro-batch; add up all of them."
-    return f"The loss is {got:.4g}, not {want:.4g}."
+        return "Your loss is that of the last micro-batch; add up all of them."
+    return f"Your loss is {got:.4g}; expected: {want:.4g}."
