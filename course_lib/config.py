@@ -7,10 +7,11 @@ only reads them, so it knows none of their keys, and stands below all others.
 
 import difflib
 import json
+import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -26,18 +27,24 @@ class ConfigError(ValueError):
         )
 
 
-def load(path, overrides: list[str], sections: Mapping[str, type]) -> dict[str, Any]:
+Judge = Callable[[dict[str, Any]], list[str]]
+
+
+def load(
+    path, overrides: list[str], sections: Mapping[str, type], judge: Judge | None = None
+) -> dict[str, Any]:
     """Read a TOML file and `--section.key=value` overrides into one dataclass a section.
 
+    judge: says what does not fit together in the sections, however wrong single values are.
     Raises ConfigError with every fault found: unreadable file, unknown section or key (with the
-    nearest name), wrong type, value that is not allowed.
+    nearest name), wrong type, value that is not allowed, and what the judge finds.
     """
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError([f"cannot be read: {error}"], str(path)) from error
     faults = _apply(overrides, tables, sections)
-    return build(tables, sections, faults, str(path))
+    return build(tables, sections, faults, str(path), judge)
 
 
 def build(
@@ -45,26 +52,30 @@ def build(
     sections: Mapping[str, type],
     faults: list[str] | None = None,
     source: str = "configuration",
+    judge: Judge | None = None,
 ) -> dict[str, Any]:
     """Make one dataclass a section from plain tables; see `load`."""
-    faults, built = list(faults or ()), {}
+    faults, built, stand_ins = list(faults or ()), {}, []
     for name in tables:
         if name not in sections:
             faults.append(f"unknown section [{name}]{_nearest(name, sections)}")
     for name, kind in sections.items():
-        section, found = _build_section(name, kind, tables.get(name, {}))
-        built[name] = section
+        built[name], found, misfits = _build_section(name, kind, tables.get(name, {}))
         faults += found
+        stand_ins += [(key, getattr(built[name], key)) for key in misfits]
+    if judge:
+        faults += _independent(judge(built), stand_ins)
     if faults:
         raise ConfigError(faults, source)
     return built
 
 
-def _build_section(name: str, kind: type, table: Any) -> tuple[Any, list[str]]:
+def _build_section(name: str, kind: type, table: Any) -> tuple[Any, list[str], list[str]]:
+    """A section, its faults, and its fields that have their default as what is given misfits."""
+    hints = typing.get_type_hints(kind)
     if not isinstance(table, Mapping):
-        return None, [f"[{name}] is a section; write its keys below it"]
-    hints, table = typing.get_type_hints(kind), dict(table)
-    values, faults, misfits = {}, [], []
+        return kind(), [f"[{name}] is a section; write its keys below it"], list(hints)
+    values, faults, misfits, table = {}, [], [], dict(table)
     presets = kind.presets() if hasattr(kind, "presets") else {}
     if presets and "preset" in table:
         preset = table.pop("preset")
@@ -84,10 +95,27 @@ def _build_section(name: str, kind: type, table: Any) -> tuple[Any, list[str]]:
             misfits.append(key)
         else:
             values[key] = value
-    section = kind(**values)  # where a value does not fit, its default, of which nothing is said
+    section = kind(**values)
     found = section.faults() if hasattr(section, "faults") else []
-    found = [fault for fault in found if not any(key in fault for key in misfits)]
-    return section, faults + [f"[{name}] {fault}" for fault in found]
+    found = _independent(found, [(key, getattr(section, key)) for key in misfits])
+    return section, faults + [f"[{name}] {fault}" for fault in found], misfits
+
+
+def _independent(faults: list[str], stand_ins: list[tuple[str, Any]]) -> list[str]:
+    """The faults that do not come from defaults, which stand where a value did not fit.
+
+    One that does names such a field and its default, both as whole words: "warmup 200 exceeds the
+    100 steps". A fault of min_lr, "a fraction of lr", stays where only lr did not fit.
+    """
+    return [
+        fault
+        for fault in faults
+        if not any(
+            re.search(rf"\b{key}\b", fault)
+            and (value is None or re.search(rf"(?<![\w.]){re.escape(str(value))}(?!\w)", fault))
+            for key, value in stand_ins
+        )
+    ]
 
 
 def type_faults(section: Any) -> list[str]:
@@ -182,6 +210,37 @@ def to_toml(sections: Mapping[str, Any]) -> str:
             lines.append(f"{field.name} = {as_toml(value)}  # {docs[field.name].__metadata__[0]}")
         lines.append("")
     return "\n".join(lines)
+
+
+def list_keys(sections: Mapping[str, type]) -> str:
+    """All keys for a reader, one a line: what the command line takes, the meaning, the default."""
+    lines = []
+    for name, kind in sections.items():
+        rows = []
+        if hasattr(kind, "presets"):
+            rows.append(("preset", "|".join(sorted(kind.presets())), PRESET))
+        hints, default = typing.get_type_hints(kind, include_extras=True), kind()
+        for field in fields(kind):
+            value = as_toml(getattr(default, field.name)).strip('"')
+            meaning = f"{hints[field.name].__metadata__[0]} (default: {value})"
+            rows.append((field.name, _form(typing.get_args(hints[field.name])[0]), meaning))
+        lines += [f"[{name}]", *(f"{f'--{name}.{k}={form}':<35}  {m}" for k, form, m in rows)]
+    return "\n".join(lines)
+
+
+PRESET = "starting point, whose keys the others change"
+
+
+def _form(hint: Any) -> str:
+    """What a value of the hinted type looks like."""
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return "|".join(map(str, options))
+    if origin in (types.UnionType, typing.Union):
+        return f"{_form(options[0])}|none"
+    if origin is dict:
+        return f"{{NAME = {_form(options[1])}, …}}"
+    return {int: "INTEGER", float: "NUMBER", bool: "true|false", str: "TEXT"}[hint]
 
 
 def as_toml(value: Any) -> str:

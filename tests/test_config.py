@@ -7,12 +7,14 @@ from typing import Annotated, Literal
 
 import pytest
 
-from course_lib.config import ConfigError, build, load, to_toml
+from course_lib.config import ConfigError, build, list_keys, load, to_toml
 from course_lib.model import ModelConfig
 from course_lib.trainer.settings import (
     SECTIONS,
     Config,
     Layout,
+    ParallelConfig,
+    RunConfig,
     layout_faults,
     load_config,
     make_layout,
@@ -213,6 +215,51 @@ def build_faults(data: dict) -> list[str]:
     return caught.value.faults
 
 
+@pytest.mark.parametrize(
+    "table, also",
+    [
+        ({"training": {"lr": "oops", "min_lr": 5}}, "min_lr 5.0 is a fraction of lr"),
+        ({"training": {"steps": "oops", "decay": 2}}, "decay 2.0 is a share of the steps"),
+        ({"model": {"mlp": "oops", "mlp_width": 0}}, "mlp_width 0 must be from 1"),
+        ({"model": {"width": "oops", "kv_heads": 3}}, "3 kv_heads do not divide 4 heads"),
+    ],
+)
+def test_a_wrong_type_hides_no_fault_of_another_key(table, also):
+    with pytest.raises(ConfigError) as caught:
+        build(table, SECTIONS)
+    wrong, other = caught.value.faults
+    assert '"oops"' in wrong
+    assert also in other
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"training": {"steps": "oops", "warmup": 200}},  # 200 exceeds the default
+        {"model": {"width": "oops", "heads": 3}},  # 3 do not divide the default
+        {"model": {"heads": "oops", "kv_heads": 3}},
+        {"model": {"heads": "oops", "width": 30}},
+    ],
+)
+def test_a_default_that_nobody_chose_is_no_fault(table):
+    with pytest.raises(ConfigError) as caught:
+        build(table, SECTIONS)
+    assert len(caught.value.faults) == 1
+
+
+@pytest.mark.parametrize(
+    "section, words",
+    [
+        (RunConfig(keep=1.5, device="tpu"), ("device 'tpu'", "keep 1.5")),
+        (ParallelConfig(backend="deepspeed"), ("backend 'deepspeed'",)),
+        (ParallelConfig(dp="2"), ("dp '2' must be a whole number",)),
+    ],
+)
+def test_wrong_types_of_sections_that_are_made_in_python_are_found(section, words):
+    for word, fault in zip(words, section.faults(), strict=True):
+        assert word in fault
+
+
 def test_an_argument_that_is_not_utf8_is_refused(tmp_path):
     for argument in ("--toy.name=\udcff", "--toy\udcff.name=x"):
         fault = only_fault(tmp_path, "", [argument])
@@ -276,6 +323,26 @@ def test_every_key_of_the_trainer_is_explained():
     for name, kind in SECTIONS.items():
         for line in to_toml({name: kind()}).splitlines():
             assert line in (f"[{name}]", "") or len(line.partition("  # ")[2]) > 8, line
+            assert "None" not in line  # the value is written "none"
+
+
+def test_every_key_is_listed_with_what_it_takes_its_default_and_its_meaning():
+    assert list_keys({"toy": Toy}).splitlines() == [
+        "[toy]",
+        "--toy.preset=few|many                starting point, whose keys the others change",
+        "--toy.count=INTEGER                  a number of things (default: 3)",
+        "--toy.rate=NUMBER                    things a second (default: 0.5)",
+        "--toy.name=TEXT                      of the thing (default: toy)",
+        "--toy.active=true|false              whether it moves (default: false)",
+        "--toy.kind=large|small               its size (default: small)",
+        "--toy.limit=INTEGER|none             most things; none: no limit (default: none)",
+        "--toy.place=TEXT|none                where it is (default: none)",
+        "--toy.shares={NAME = NUMBER, …}      of what it is made (default: {})",
+    ]
+    told = list_keys(SECTIONS)
+    for name, kind in SECTIONS.items():
+        for key in fields(kind):
+            assert told.count(f"--{name}.{key.name}=") == 1
 
 
 # --------------------------------------------------------- the trainer's whole configuration
@@ -334,6 +401,51 @@ def test_layout_faults_are_found_at_once_and_before_anything_starts(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_config(path, [], world_size=2)
     assert len(caught.value.faults) == 3
+
+
+def faults_on_two_processes(tmp_path, *overrides) -> list[str]:
+    (tmp_path / "run.toml").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "run.toml", list(overrides), world_size=2)
+    return caught.value.faults
+
+
+FITS = ("--model.context=256",)  # so that the other defaults fit together
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        (
+            ("--parallel.dp=3", "--data.sequence_length=999999", "--data.sede=1"),
+            ("unknown key data.sede", "parallel.dp 3", "data.sequence_length 999999 exceeds",
+             "training.global_batch_tokens 4096"),
+        ),
+        (("--training.steps=3.5", "--training.micro_batch=3"), ("steps = 3.5", "= 3 x 256 x 2")),
+        (("--data.sequence_length=0", "--parallel.dp=-1"), ("sequence_length", "dp must be")),
+        (("--training.micro_batch=0", "--parallel.dp=3"), ("micro_batch 0", "parallel.dp 3")),
+        (("--model.context=x",), ("model.context",)),
+        (("--parallel.dp=x", "--training.micro_batch=3"), ("parallel.dp",)),
+        (("--model.preset=x",), ("model.preset",)),
+        (("--model.vocab=100", "--training.lr=x"), ("training.lr", "model.vocab 100 is too small")),
+        (("--model.vocab=0",), ("vocab 0 must be from 1",)),
+    ],
+)  # fmt: skip
+def test_layout_faults_stand_beside_faults_of_single_keys(tmp_path, overrides, expected):
+    found = faults_on_two_processes(tmp_path, *FITS, *overrides)
+    for words in expected:
+        assert sum(words in fault for fault in found) == 1, (words, found)
+    assert len(found) == len(expected), found
+
+
+def test_a_section_that_is_no_table_hides_nothing_else(tmp_path):
+    (tmp_path / "run.toml").write_text("data = 3\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "run.toml", ["--parallel.dp=3"], world_size=2)
+    assert ["[data]" in fault or "parallel.dp 3" in fault for fault in caught.value.faults] == [
+        True,
+        True,
+    ]
 
 
 def test_presets_of_models_are_offered(tmp_path):

@@ -4,10 +4,13 @@ import json
 import math
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,9 +18,10 @@ import torch
 
 from course_lib import checkpoint
 from course_lib.classroom.launch import run_ranks
+from course_lib.config import ConfigError
 from course_lib.mesh import Mesh, make_mesh
 from course_lib.trainer import loop
-from course_lib.trainer.__main__ import main
+from course_lib.trainer.__main__ import Process, choose_device, main
 from course_lib.trainer.loop import STOPPED, Trainer, TrainingDiverged
 from course_lib.trainer.metrics import (
     FIELDS,
@@ -26,7 +30,7 @@ from course_lib.trainer.metrics import (
     peak_flops,
     read_lines,
 )
-from course_lib.trainer.settings import load_config
+from course_lib.trainer.settings import SECTIONS, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 EXACT = ("loss", "grad_norm", "lr", "tokens", "skipped", "step")
@@ -78,11 +82,12 @@ def train_here(config_file, overrides, world_size):
         return type(error).__name__, str(error)
 
 
-def train(folder, name, world_size=1, *overrides, function=train_here):
+def train(folder, name, world_size=1, *overrides, function=train_here, timeout_s=60):
     """Train in real ranks; returns (what each rank returned, run directory)."""
     directory = folder / name
     settings = [f"--run.directory={directory}", *overrides]
-    results = run_ranks(function, world_size, str(folder / "run.toml"), settings, world_size)
+    arguments = str(folder / "run.toml"), settings, world_size
+    results = run_ranks(function, world_size, *arguments, timeout_s=timeout_s)
     return results, directory
 
 
@@ -210,7 +215,10 @@ def test_a_mixture_with_documents_apart_trains_and_says_how_often_it_repeats(fol
     codes, whole = train(folder, "mixture", 1, *options)
     assert codes == [0]
     said = capsys.readouterr().out
-    assert "text: 72 of 96 samples" in said
+    assert re.search(r"text: 72 of 96 samples, [\d.]+ % of an epoch", said)
+    assert [loop._epochs(n) for n in (0.00612, 0.5, 1, 12.345)] == [
+        "0.612 % of an epoch", "50 % of an epoch", "1.0 epochs", "12.3 epochs",
+    ]  # fmt: skip
     assert "second: 24 of 96 samples" in said
     train(folder, "mixture-parts", 2, *options, "--run.stop_after=3")
     train(folder, "mixture-parts", 1, *options)
@@ -353,14 +361,46 @@ def test_a_second_run_in_the_same_directory_is_refused(folder):
     wait_for_step(process, directory, 2)
     log, settings = directory / "metrics.jsonl", (directory / "config.toml").read_text()
     number = log.stat().st_ino
-    [(kind, text)], _ = train(folder, "twice", 1)
+    results, _ = train(folder, "twice", 2, "--data.workers=0")  # known to every rank
     assert (directory / "config.toml").read_text() == settings
     assert log.stat().st_ino == number  # else the first run would write to a deleted file
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
-    assert kind == "RunInUse"
-    assert "another run uses" in text
+    for kind, text in results:
+        assert kind == "RunInUse"
+        assert "another run uses" in text
     assert process.returncode == STOPPED
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_directory_that_cannot_be_written_to_is_refused_before_data_is_prepared(
+    folder, world_size
+):
+    (folder / "a file").write_text("")
+    options = ["--run.directory=" + str(folder / "a file" / "run"), "--data.corpus=python-docs",
+               f"--data.cache={folder / 'untouched'}"]  # fmt: skip
+    for kind, text in train(folder, "unused", world_size, *options)[0]:
+        assert kind == "ConfigError"
+        assert f"run.directory {folder / 'a file' / 'run'} cannot be written to: Not a dir" in text
+    assert not (folder / "untouched").exists()
+
+
+def test_preparation_that_takes_long_is_announced_once(folder, capfd, monkeypatch):
+    def prepare(*arguments):
+        time.sleep(1)
+        return right(*arguments)
+
+    right = loop.prepare_data
+    config, layout = load_config(folder / "run.toml", [f"--run.directory={folder / 'slow'}"], 1)
+    monkeypatch.setattr(loop, "NOTICE_S", 60)
+    Trainer(config, layout, Mesh.single())
+    assert "preparing" not in capfd.readouterr().out
+    monkeypatch.setattr(loop, "NOTICE_S", 0.1)
+    monkeypatch.setattr(loop, "prepare_data", prepare)
+    Trainer(config, layout, Mesh.single())
+    (said,) = capfd.readouterr().out.splitlines()
+    assert f"preparing {folder / 'text'}: " in said
+    assert str(folder / "cache") in said
 
 
 def test_a_stop_during_an_evaluation_does_not_wait_for_its_end(folder):
@@ -380,6 +420,7 @@ def test_a_stop_during_an_evaluation_does_not_wait_for_its_end(folder):
     assert checkpoint.latest(directory / "checkpoints").name == "step_3"
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_a_compiled_run_trains_alike_and_compiles_nothing_for_its_sample(folder):
     def function(*arguments):
         right, compiled = loop.generate, torch._dynamo.utils.counters["stats"]
@@ -394,8 +435,9 @@ def test_a_compiled_run_trains_alike_and_compiles_nothing_for_its_sample(folder)
 
     overrides = ["--training.steps=4", "--training.precision=fp64"]
     [(code, [(before, after)])], directory = train(
-        folder, "compiled", 1, "--parallel.compile=true", *overrides, function=function
-    )
+        folder, "compiled", 1, "--parallel.compile=true", *overrides,
+        function=function, timeout_s=300,
+    )  # fmt: skip
     assert code == 0
     assert before == after > 0
     _, plain = train(folder, "not-compiled", 1, *overrides)
@@ -498,7 +540,6 @@ def test_no_metric_keeps_a_graph(folder):
     torch.set_num_threads(1)
     config, layout = load_config(folder / "run.toml", [f"--run.directory={folder / 'graph'}"], 1)
     trainer = Trainer(config, layout, Mesh.single())
-    trainer.directory.mkdir()
     trainer._open_logs()
     batches = trainer._batches()
     live = []
@@ -561,6 +602,31 @@ def test_a_file_that_is_not_there_or_no_toml_is_an_error_in_words(tmp_path, caps
     assert "cannot be read" in capsys.readouterr().err
     assert main([]) == 2
     assert "usage" in capsys.readouterr().err
+
+
+def test_help_lists_every_key_with_its_meaning(capsys):
+    for arguments in (["--help"], ["-h"], ["run.toml", "--help"]):
+        assert main(arguments) == 0
+        told = capsys.readouterr().out
+        assert told.startswith("usage: ")
+        for section, kind in SECTIONS.items():
+            for key in fields(kind):
+                assert f"--{section}.{key.name}=" in told
+    assert "highest learning rate (default: 0.003)" in told
+
+
+def test_a_vocabulary_below_the_bytes_is_a_fault_of_its_key(folder, capsys):
+    assert call(folder, "--model.vocab=100") == 2
+    assert "run.toml: 1 fault(s)\n- model.vocab 100 is too small" in capsys.readouterr().err
+
+
+def test_too_few_gpus_are_told_in_words(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    config, _ = load_config(ROOT / "chapters/lab/configs/tiny.toml", ["--run.device=cuda"], 1)
+    for count, words in ((1, "1 process here needs a GPU, found none"),
+                         (2, "2 processes here need 2 GPUs, found none")):  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            choose_device(config, Process(0, count, 0, count, 0))
 
 
 def test_bad_data_ends_the_run_with_the_file_named(folder, tmp_path, capsys):

@@ -16,10 +16,10 @@ class ModelConfig:
     layers: Annotated[int, "number of decoder blocks"] = 2
     width: Annotated[int, "size of the residual stream (the hidden size)"] = 64
     heads: Annotated[int, "number of query heads; divides width"] = 4
-    kv_heads: Annotated[int | None, "number of key and value heads; None: as many as heads"] = None
+    kv_heads: Annotated[int | None, "number of key and value heads; none: as many as heads"] = None
     vocab: Annotated[int, "number of token ids"] = 512
     context: Annotated[int, "longest sequence, in tokens"] = 64
-    mlp_width: Annotated[int | None, "inner size of the MLP; None: 4 x width"] = None
+    mlp_width: Annotated[int | None, "inner size of the MLP; none: 4 x width"] = None
     norm: Annotated[Literal["layernorm", "rmsnorm"], "kind of normalisation"] = "layernorm"
     mlp: Annotated[Literal["gelu", "swiglu"], "kind of MLP: two matrices, or three with a gate"] = (
         "gelu"

@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 from course_lib.checkpoint import CheckpointError
 from course_lib.collectives import CollectiveError
-from course_lib.config import ConfigError
+from course_lib.config import ConfigError, list_keys
 from course_lib.data import CorpusUnavailable, DataError, DataWorkerDied
 from course_lib.memory import keep_freed_memory
 from course_lib.mesh import Mesh, make_mesh
-from course_lib.trainer.loop import RunInUse, Trainer, TrainingDiverged
-from course_lib.trainer.settings import Config, Layout, load_config
+from course_lib.trainer.directory import RunInUse
+from course_lib.trainer.loop import Trainer, TrainingDiverged
+from course_lib.trainer.settings import SECTIONS, Config, Layout, load_config
 
 USAGE = """usage: python -m course_lib.trainer CONFIG.toml [--section.key=value …]
        torchrun --nproc-per-node N -m course_lib.trainer CONFIG.toml [--section.key=value …]"""
@@ -23,21 +24,24 @@ EXPECTED = (
     ConfigError, DataError, DataWorkerDied, CorpusUnavailable, CheckpointError, CollectiveError,
     TrainingDiverged, RunInUse, OSError,
 )  # fmt: skip
+ALIKE = (ConfigError, TrainingDiverged, RunInUse)  # on all ranks: one of them speaks for all
 
 
 def main(arguments: list[str]) -> int:
     """Run one rank; returns the exit code. 2: bad configuration, 1: failed, 75: stopped."""
+    if "-h" in arguments or "--help" in arguments:
+        print(f"{USAGE}\n\n{list_keys(SECTIONS)}")
+        return 0
     if not arguments or arguments[0].startswith("-"):
-        print(USAGE, file=sys.stderr)
-        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+        print(f"{USAGE}\n       --help lists all keys", file=sys.stderr)
+        return 2
     process = Process.from_environment()
     try:
         config, layout = load_config(arguments[0], arguments[1:], process.world_size)
         mesh = start(config, layout, process)
         return Trainer(config, layout, mesh).run()
     except EXPECTED as error:
-        # Faults of the configuration are the same everywhere: one rank speaks for all.
-        if process.rank == 0 or not isinstance(error, ConfigError):
+        if process.rank == 0 or not isinstance(error, ALIKE):
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1
     finally:
@@ -98,14 +102,20 @@ def choose_device(config: Config, process: Process) -> torch.device:
     wanted, found = config.run.device, torch.cuda.device_count()
     enough = found >= process.local_world_size
     if wanted == "cuda" and not enough:
-        fault = f"run.device cuda: {process.local_world_size} processes here need as many GPUs, "
-        raise ConfigError([f"{fault}found {found}"])
+        count = process.local_world_size
+        needs = (
+            "1 process here needs a GPU"
+            if count == 1
+            else f"{count} processes here need {count} GPUs"
+        )
+        raise ConfigError([f"run.device cuda: {needs}, found {found or 'none'}"])
     if wanted == "cpu" or not enough:
         return torch.device("cpu")
     device = torch.device("cuda", process.local_rank)
     torch.cuda.set_device(device)
     if config.training.precision == "bf16" and not torch.cuda.is_bf16_supported(False):
-        raise ConfigError([f"{torch.cuda.get_device_name()} has no bf16; use precision fp16"])
+        name = torch.cuda.get_device_name()
+        raise ConfigError([f"{name} has no bf16; use training.precision fp16"])
     return device
 
 

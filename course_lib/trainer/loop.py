@@ -5,10 +5,11 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from threading import Timer
 
 import torch
 
@@ -18,6 +19,8 @@ from course_lib.config import to_toml
 from course_lib.data import (
     Batch,
     Mixture,
+    Prepared,
+    default_cache,
     evaluation_batches,
     fetch_ahead,
     load_tokenizer,
@@ -29,12 +32,15 @@ from course_lib.data_parallel import agree
 from course_lib.mesh import Mesh
 from course_lib.model import generate
 from course_lib.trainer import metrics
+from course_lib.trainer.directory import make_directory, only_run_in
 from course_lib.trainer.resume import describe, require_same_run
 from course_lib.trainer.settings import Config, Layout
 from course_lib.trainer.step import StepResult, parallelize, training_step
 from course_lib.training import autocast, learning_rate, loss_sum
 
 STOPPED = 75  # exit code of a run that a signal ended after saving (EX_TEMPFAIL: run it again)
+
+NOTICE_S = 1.0  # data preparation that takes longer is announced
 
 COUNTERS = ("data_step", "optimizer_step", "skipped", "skipped_in_a_row")  # of the state; saved
 
@@ -43,21 +49,19 @@ class TrainingDiverged(RuntimeError):
     """Too many steps in a row whose gradient was not finite."""
 
 
-class RunInUse(RuntimeError):
-    """Another run writes to the same directory."""
-
-
 class Trainer:
     """One rank of a run. Make it on every rank, then call `run`."""
 
     def __init__(self, config: Config, layout: Layout, mesh: Mesh):
         """Prepare the data, make the model, and go on from the newest checkpoint if there is one.
 
-        Raises DataError, CorpusUnavailable or CheckpointError for what cannot be used.
+        Raises ConfigError where the run cannot write; DataError, CorpusUnavailable or
+        CheckpointError for what cannot be used.
         """
         self.config, self.layout, self.mesh = config, layout, mesh
         self.directory = Path(config.run.directory)
-        self.prepared = prepare_data(config.data, config.model.vocab)
+        make_directory(self.directory, mesh)
+        self.prepared = _prepare(config, mesh)
         self.train_data, self.held_out = open_datasets(self.prepared, config.data)
         self.state = parallelize(config.model, config.training, mesh, config.parallel)
         self.tokens = 0  # valid tokens trained on so far
@@ -76,9 +80,7 @@ class Trainer:
         TrainingDiverged after `training.max_skipped` non-finite steps in a row, and RunInUse
         where another run holds the directory.
         """
-        if self.mesh.is_first:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        with self._stop, _only_run_in(self.directory, self.mesh):
+        with self._stop, only_run_in(self.directory, self.mesh):
             self._open_logs()
             self._announce_mixture()
             if not self._finished:
@@ -294,9 +296,8 @@ class Trainer:
             samples = self.config.training.steps * self.layout.global_batch
             drawn = self.train_data.drawn(samples)
             for source, data, count in zip(self.prepared.sources, self.train_data.datasets, drawn):
-                epochs = count / len(data)
                 self._progress.say(
-                    f"{source.name}: {count} of {samples} samples, {epochs:.3g} epochs"
+                    f"{source.name}: {count} of {samples} samples, {_epochs(count / len(data))}"
                 )
 
     def _log(self, result: StepResult, lr: float) -> None:
@@ -336,27 +337,32 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
+def _epochs(passes: float) -> str:
+    """How often a data set is read, in words."""
+    return f"{passes:.1f} epochs" if passes >= 1 else f"{100 * passes:.3g} % of an epoch"
+
+
 def _number(value: float) -> float | None:
     """A figure for JSON, which has no NaN and no infinity."""
     return value if math.isfinite(value) else None
 
 
-@contextmanager
-def _only_run_in(directory: Path, mesh: Mesh) -> Iterator[None]:
-    """Hold the directory for this run, where the file system has locks."""
-    if not mesh.is_first:
-        yield
-        return
-    with (directory / ".lock").open("w") as file:
-        try:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunInUse(f"another run uses {directory}; choose another run.directory") from None
-        except (ImportError, OSError):
-            pass
-        yield
+def _prepare(config: Config, mesh: Mesh) -> Prepared:
+    """Prepare the data; the first rank says so where that takes more than a moment."""
+    data = config.data
+    names = ", ".join(data.mixture or [data.corpus])
+    words = (
+        f"preparing {names}: fetched, cleaned and tokenized once, then kept in "
+        f"{data.cache or default_cache()}; large texts take minutes"
+    )
+    notice = Timer(NOTICE_S, print, [words], {"flush": True})
+    notice.daemon = True
+    if mesh.is_first:
+        notice.start()
+    try:
+        return prepare_data(data, config.model.vocab)
+    finally:
+        notice.cancel()
 
 
 class _StopSignals:

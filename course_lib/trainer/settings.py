@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_type_hints
 
-from course_lib.config import ConfigError, load
+from course_lib.config import load, type_faults
 from course_lib.data import DataConfig
+from course_lib.data.tokenizer import SMALLEST_VOCAB
 from course_lib.data_parallel import BUCKET_BYTES
 from course_lib.model import ModelConfig
 from course_lib.training import TrainingConfig
@@ -24,6 +25,8 @@ class ParallelConfig:
 
     def faults(self) -> list[str]:
         """Everything that is wrong with these values."""
+        if wrong_types := type_faults(self):
+            return wrong_types
         found = [] if self.dp is None or self.dp >= 1 else ["dp must be at least 1"]
         if self.bucket_bytes < 1:
             found.append(f"bucket_bytes {self.bucket_bytes} must be at least 1")
@@ -48,6 +51,8 @@ class RunConfig:
 
     def faults(self) -> list[str]:
         """Everything that is wrong with these values."""
+        if wrong_types := type_faults(self):
+            return wrong_types
         found = [
             f"{name} {getattr(self, name)} must be at least {least}"
             for name, least in (
@@ -96,10 +101,11 @@ def load_config(path, overrides: list[str], world_size: int) -> tuple[Config, La
     Raises ConfigError with all faults: of the file, of single values, and of the whole against
     the world size.
     """
-    config = Config(**load(path, overrides, SECTIONS))
-    faults = layout_faults(config, world_size)
-    if faults:
-        raise ConfigError(faults, str(path))
+
+    def judge(sections: dict[str, Any]) -> list[str]:
+        return layout_faults(Config(**sections), world_size)
+
+    config = Config(**load(path, overrides, SECTIONS, judge))
     return config, make_layout(config, world_size)
 
 
@@ -111,21 +117,30 @@ def make_layout(config: Config, world_size: int) -> Layout:
 
 
 def layout_faults(config: Config, world_size: int) -> list[str]:
-    """What does not fit together, each with the nearest choice that does."""
+    """What does not fit together, each with the nearest choice that does.
+
+    Sizes below 1 are faults of their sections; nothing more is said of them.
+    """
     model, data, training = config.model, config.data, config.training
     found = []
     dp = config.parallel.dp or world_size
-    if dp != world_size:
+    if dp != world_size and dp > 0:
         found.append(
             f"parallel.dp {dp} needs {dp} processes, but there are {world_size}; "
             f"leave dp out or start {dp} processes"
         )
-    if data.sequence_length > model.context:
+    if 0 < model.vocab < SMALLEST_VOCAB:
+        found.append(
+            f"model.vocab {model.vocab} is too small for all bytes and the end of a text; "
+            f"use at least {SMALLEST_VOCAB}"
+        )
+    if data.sequence_length > model.context > 0:
         found.append(
             f"data.sequence_length {data.sequence_length} exceeds model.context {model.context}"
         )
     unit = training.micro_batch * data.sequence_length * dp
-    if training.global_batch_tokens % unit:
+    sizes = (training.micro_batch, data.sequence_length, dp, training.global_batch_tokens)
+    if min(sizes) > 0 and training.global_batch_tokens % unit:
         lower = training.global_batch_tokens // unit * unit
         choices = " or ".join(str(n) for n in (lower, lower + unit) if n)
         found.append(
