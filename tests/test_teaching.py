@@ -151,6 +151,41 @@ def test_text_where_numbers_are_expected_is_told_so(capsys):
     assert predict("topic/x", "2 ranks").compare("2 ranks")
 
 
+LETTERS = {"A": "moments lost", "B": "small batch", "C": "small batch"}
+
+
+@pytest.mark.parametrize(
+    "guess, options, says",
+    [
+        (100, {"of": [2, 4, 8]}, "You predicted 100: give a list of 3, in brackets, for 2, 4, 8"),
+        ([100, 150], {"of": [2, 4, 8]}, "You predicted 2 items: give a list of 3"),
+        ("100, 150, 175", {"of": [2, 4, 8], "unit": "MB"}, "give a list of 3, in brackets"),
+        ("100, 150, 175", {"unit": "MB"}, "give a list in brackets"),
+        ({"A": "small batch"}, {"of": "ABC"}, "has nothing for B, C: give one item each for A, B"),
+        (LETTERS | {"D": 1}, {"of": "ABC"}, "Your prediction has D too: give one item each"),
+        ({"A": "x", "D": 1}, {"of": "AB"}, "has nothing for B and D too: give one item each"),
+        (LETTERS | {"B": "small"}, {"of": "ABC", "words": ["small batch", "moments lost"]},
+         "You predicted 'small': choose among small batch, moments lost"),
+        ("latency latency", {"of": ["1 GbE", "NVLink"]}, "give a list of 2, in brackets"),
+        ([1, "latency"], {"words": ["latency"]}, "You predicted 1: choose among latency"),
+    ],
+)  # fmt: skip
+def test_guess_of_another_form_is_not_kept(guess, options, says, capsys):
+    assert not predict("topic/x", guess, **options).made
+    said = capsys.readouterr().out
+    assert says in said
+    assert said.endswith("run this cell again.\n")
+
+
+def test_guess_of_the_right_form_is_kept(capsys):
+    words = ["Small batch", "moments lost"]
+    assert predict("topic/x", LETTERS, of="ABC", words=words).made
+    assert predict("topic/x", (1, 2, 3), of=[2, 4, 8], unit="MB").made
+    assert not predict("topic/x", dict.fromkeys("ABC", ...), of="ABC", words=words).made
+    assert not predict("topic/x", ..., of="ABC").made
+    assert capsys.readouterr().out.count("No prediction yet") == 2
+
+
 def test_measured_tensor_counts_as_its_number(capsys):
     torch = pytest.importorskip("torch")
     assert predict("topic/x", [1, 2]).compare(torch.tensor([1.0, 2.0]))

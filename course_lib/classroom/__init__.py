@@ -11,7 +11,7 @@ from importlib import import_module
 _HOME = {
     "run_ranks": "launch",
     "show": "teaching",
-    "predict": "teaching",
+    "predict": "prediction",
     "expect_failure": "teaching",
     "check": "checks",
     "hint": "checks",

@@ -1,29 +1,23 @@
-"""Three small tools of every chapter: show the library, predict before measuring, expect a failure.
+"""Two small tools of every chapter: show the library, expect a failure.
 
 `show(thing)` prints the library's source, so that a notebook holds no second copy of it.
-`predict(name, guess)` keeps the learner's guess before a cell measures; `.compare(measured)` then
-says how good it was. `expect_failure(Error)` catches a failure that the chapter produces on
-purpose and prints its message, so that "Run all" goes on.
+`expect_failure(Error)` catches a failure that the chapter produces on purpose and prints its
+message, so that "Run all" goes on.
 """
 
 import ast
 import inspect
-import math
 import re
 import reprlib
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import journal
-from .learner import AGAIN, ask, ask_learner, no_prediction
 from .syllabus import repository_root
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # A cell's file, as the kernel names it: its number or hash is another one each time.
 _CELL = re.compile(r"Cell In\[\d+\]|<ipython-input-\d+-\w+>|(?<!\w)\d{5,}\.py\b")
-_BEGINS_AS_NUMBER = re.compile(r"\s*[-+≈~]?\s*\.?\d")
 _FOLDERS = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?(?:[/\\][\w.+@ -]+)+[/\\](?=[\w.<>-]+\.py\b)")
 
 
@@ -51,124 +45,6 @@ def show(thing: Any, *, docstring: bool = True, lines: int = 80) -> None:
     if len(kept) > lines:
         kept = [*kept[:lines], f"# … {len(kept) - lines} more lines in {name}"]
     _display_code(f"# {name}\n" + "\n".join(kept))
-
-
-def predict(name: str, guess: Any = None, *, at: Sequence | None = None, unit: str = ""):
-    """Keep a prediction before anything is measured; return a `Prediction`.
-
-    Arguments:
-        name: "topic/what", for the progress file.
-        guess: a number, a word, a list of them, or a function. `...` or None: no prediction yet.
-        at: for a function, the arguments at which it is asked: `[(2, 100), (8, 100)]` or `[2, 8]`.
-        unit: printed behind each number.
-    """
-    if callable(guess) and at is None:
-        problem = f"You predicted a function, but a value is asked for: call it, then {AGAIN}."
-    elif callable(guess):
-        guess, problem = ask_learner(guess, at)
-    else:
-        problem = _missing(guess, at, unit)
-    prediction = Prediction(name, None if problem else guess, at, unit)
-    if prediction.made:
-        journal.note_prediction(name, _plain(prediction.guess))
-    print(problem or "Prediction kept. Run on and compare.")
-    return prediction
-
-
-class Prediction:
-    """A guess that was made before the measurement. `made` says whether there is one."""
-
-    def __init__(self, name: str, guess: Any, at: Sequence | None, unit: str):
-        self.name, self.guess, self.unit = name, guess, unit
-        self.at = None if at is None else list(at)
-
-    @property
-    def made(self) -> bool:
-        """Whether the learner has predicted anything."""
-        return self.guess is not None
-
-    def compare(self, measured: Any, tolerance: float = 0.05) -> bool | None:
-        """Print how good the prediction was; return whether it was right (None: not made).
-
-        Arguments:
-            measured: the true value, in the form of the guess; for a function its values at `at`,
-                or a function that is asked at the same sizes.
-            tolerance: the largest relative error of a number that counts as right.
-        """
-        if self.at is not None and callable(measured):
-            measured = ask(measured, self.at)
-        if not self.made:
-            # A function is asked at hidden sizes: its values stay hidden until one is written.
-            print(
-                "No prediction was made."
-                if self.at is not None
-                else f"No prediction was made. Measured: {self._text(measured)}."
-            )
-            return None
-        pairs = _pairs(self.guess, measured)
-        if pairs is None:
-            print(
-                f"You predicted {self._form(self.guess)}. Measured: {self._form(measured)}. "
-                f"These are not of the same form.{_unit_remark([(self.guess, 0)])}"
-            )
-            right, error = False, None
-        else:
-            judged = [_judge(guess, true, tolerance) for guess, true in pairs]
-            right = all(good for good, _ in judged)
-            errors = [off for _, off in judged if off is not None]
-            error = max(errors) if errors else None
-            print(self._verdict(measured, pairs, judged))
-        journal.note_prediction(self.name, _plain(self.guess), right, error)
-        return right
-
-    def _verdict(self, measured: Any, pairs: list, judged: list) -> str:
-        good = sum(ok for ok, _ in judged)
-        wrong = [pair for pair, (ok, _) in zip(pairs, judged) if not ok]
-        remark = _percent_remark(wrong) + _unit_remark(wrong)
-        if self.at is not None:
-            if good == len(pairs):
-                return f"Right: your function agrees at all {len(pairs)} sizes."
-            first = next(at for at, (ok, _) in enumerate(judged) if not ok)
-            return (
-                f"Right at {good} of {len(pairs)} sizes. At {self.at[first]} your function "
-                f"gives {self._text(pairs[first][0])}; measured: {self._text(pairs[first][1])}."
-                f"{remark}"
-            )
-        told = f"You predicted {self._text(self.guess)}; measured: {self._text(measured)}."
-        if good == len(pairs):
-            return f"Right. {told}"
-        if len(pairs) > 1:
-            return f"{good} of {len(pairs)} right. {told}{remark}"
-        return f"Not quite. {told}{remark or _how_far(*pairs[0])}"
-
-    def _form(self, value: Any) -> str:
-        """Return the text of a value with its brackets."""
-        value = _number(value)
-        if isinstance(value, dict):
-            return "{" + ", ".join(f"{key}: {self._form(it)}" for key, it in value.items()) + "}"
-        if isinstance(value, (list, tuple)):
-            return "[" + ", ".join(map(self._form, value)) + "]"
-        return self._text(value)
-
-    def _text(self, value: Any) -> str:
-        value = _number(value)
-        if isinstance(value, dict):
-            return ", ".join(f"{key} {self._text(item)}" for key, item in value.items())
-        if isinstance(value, (list, tuple)):
-            return ", ".join(self._text(item) for item in value)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return str(value)
-        number = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
-        return f"{number} {self.unit}".rstrip()
-
-    def __bool__(self) -> bool:
-        return self.made
-
-    def __repr__(self) -> str:
-        return f"Prediction({self.name!r}, {self.guess!r})"
-
-    def _ipython_display_(self) -> None:
-        """Show nothing more when it is a cell's last line: `predict` has already spoken."""
 
 
 class expect_failure:
@@ -216,132 +92,6 @@ def tidy(text: str) -> str:
     """Return a message as it reads on every machine: no colours, no folders, no addresses."""
     text = _FOLDERS.sub("", _ANSI.sub("", text))
     return re.sub(r"\b0x[0-9a-fA-F]{6,}\b", "0x…", _CELL.sub("your cell", text)).strip()
-
-
-def _missing(guess: Any, at: Sequence | None, unit: str) -> str:
-    """Say why a guess is none; "" if it is one."""
-    if not _made(guess):
-        return no_prediction("the ..." if at is None else "`raise NotImplementedError`")
-    items = guess.values() if isinstance(guess, dict) else guess
-    for item in items if isinstance(guess, (list, tuple, dict)) else [guess]:
-        if unit and isinstance(item, str) and _BEGINS_AS_NUMBER.match(item):
-            return f"You predicted {item!r}: give a number without a unit or quotes, then {AGAIN}."
-    return ""
-
-
-def _made(guess: Any) -> bool:
-    if isinstance(guess, (list, tuple, dict)):
-        items = guess.values() if isinstance(guess, dict) else guess
-        return len(guess) > 0 and all(_made(item) for item in items)
-    return guess is not None and guess is not Ellipsis
-
-
-def _pairs(guess: Any, measured: Any) -> list[tuple[Any, Any]] | None:
-    """Pair up a guess with the measurement, item by item; None if their forms differ.
-
-    A list of one item counts as the item.
-    """
-    guess, measured = _number(guess), _number(measured)
-    if not _alike(guess, measured):
-        guess, measured = _single(guess), _single(measured)
-    if isinstance(measured, dict):
-        if not isinstance(guess, dict) or guess.keys() != measured.keys():
-            return None
-        return [(_single(guess[key]), _single(measured[key])) for key in measured]
-    if isinstance(measured, (list, tuple)):
-        if not isinstance(guess, (list, tuple)) or len(guess) != len(measured):
-            return None
-        return list(zip(map(_single, guess), map(_single, measured)))
-    return None if isinstance(guess, (list, tuple, dict)) else [(guess, measured)]
-
-
-def _alike(one: Any, other: Any) -> bool:
-    lists = isinstance(one, (list, tuple)) and isinstance(other, (list, tuple))
-    return lists and len(one) == len(other)
-
-
-def _judge(guess: Any, true: Any, tolerance: float) -> tuple[bool, float | None]:
-    """Return (right, relative error); words have no error and match without regard to case."""
-    numbers = not isinstance(guess, (str, bool)) and not isinstance(true, (str, bool))
-    try:
-        guess_value, true_value = (float(guess), float(true)) if numbers else (None, None)
-    except (TypeError, ValueError):
-        numbers = False
-    if not numbers:
-        same = " ".join(str(guess).casefold().split()) == " ".join(str(true).casefold().split())
-        return same, None
-    if not math.isfinite(guess_value):
-        return guess_value == true_value, None
-    error = abs(guess_value - true_value) / max(abs(true_value), 1e-12)
-    return error <= tolerance, error
-
-
-def _percent_remark(wrong: list[tuple[Any, Any]]) -> str:
-    """Say so where each wrong number is 100 × or 1/100 of the measured one."""
-    for factor, words in ((100, "100 ×"), (0.01, "1/100 of")):
-        if wrong and all(_is_multiple(guess, true, factor) for guess, true in wrong):
-            whose = "Yours is" if len(wrong) == 1 else "Your wrong ones are"
-            return f" {whose} {words} the measured value: percent, or a fraction of 1?"
-    return ""
-
-
-def _is_multiple(guess: Any, true: Any, factor: float) -> bool:
-    if isinstance(guess, (str, bool)) or isinstance(true, (str, bool)):
-        return False
-    try:
-        guess_value, wanted = float(guess), float(true) * factor
-    except (TypeError, ValueError):
-        return False
-    return wanted != 0 and math.isclose(guess_value, wanted, rel_tol=1e-2)
-
-
-def _unit_remark(wrong: list[tuple[Any, Any]]) -> str:
-    """Say so where a text was given for a number."""
-    for guess, true in wrong:
-        true_is_number = not isinstance(true, (str, bool))
-        if isinstance(guess, str) and true_is_number and _BEGINS_AS_NUMBER.match(guess):
-            return f" {guess!r} is a text: give a number without a unit or quotes."
-    return ""
-
-
-def _how_far(guess: Any, true: Any) -> str:
-    """Say the factor between two positive numbers: it often names the mistake."""
-    try:
-        ratio = float(guess) / float(true)
-    except (TypeError, ValueError, ZeroDivisionError):
-        return ""
-    if not math.isfinite(ratio) or ratio <= 0:
-        return ""
-    return (
-        f" Yours is {ratio:.3g} × the measured value."
-        if ratio > 1
-        else (f" The measured value is {1 / ratio:.3g} × yours.")
-    )
-
-
-def _plain(value: Any) -> Any:
-    """Return a value that JSON can hold."""
-    value = _number(value)
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if isinstance(value, (bool, int, float, str)) or value is None else str(value)
-
-
-def _number(value: Any) -> Any:
-    """Return a tensor or array as a plain number or list; anything else as it is."""
-    return value.tolist() if hasattr(value, "shape") and hasattr(value, "tolist") else value
-
-
-def _single(value: Any) -> Any:
-    """Return the item of a list of one item; anything else as it is."""
-    value = _number(value)
-    while isinstance(value, (list, tuple)) and len(value) == 1:
-        value = _number(value[0])
-    return value
 
 
 def _readable_name(file: Path) -> str:
