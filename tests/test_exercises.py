@@ -71,6 +71,13 @@ def test_solution_shows_the_librarys_source(name, capsys):
     assert journal.read()["exercises"][name]["solution"]
 
 
+def test_solution_shows_what_it_calls(capsys):
+    solution("collectives/2")
+    said = capsys.readouterr().out
+    assert "return steps(kind, ranks) * link.latency_s" in said
+    assert "(ranks - 1).bit_length()  # log2, rounded up" in said
+
+
 def _exercise(grade, solution="course_lib.classroom.syllabus:load") -> Exercise:
     return Exercise("toy/1", "a toy", 1, 5, ("look",), solution, grade)
 

@@ -108,6 +108,7 @@ def fit(sizes: Sequence[float], times: Sequence[float], kind: str = "send", rank
 
 
 def _rounds(kind: str) -> int:
+    """Passes around the ring: 2 of an all-reduce, 1 of the others."""
     if kind not in _ROUNDS:
         raise ValueError(f"unknown kind {kind!r}; use send, broadcast, {', '.join(_ROUNDS)}")
     return _ROUNDS[kind]

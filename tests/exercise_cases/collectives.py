@@ -34,7 +34,11 @@ def ring(tensor, group, mistake=""):
         if mistake == "sends the original":
             going = tensor.tensor_split(ranks)[(first - step) % ranks]
         arriving = torch.zeros_like(coming)
-        exchange(going, (rank + 1) % ranks, arriving, (rank - 1) % ranks, group, "mine").wait()
+        on_its_way = exchange(
+            going, (rank + 1) % ranks, arriving, (rank - 1) % ranks, group, "mine"
+        )
+        if mistake != "never waits":
+            on_its_way.wait()
         if mistake == "overwrites":
             coming.copy_(arriving)
         elif mistake != "never adds":
@@ -53,6 +57,29 @@ def ring(tensor, group, mistake=""):
 
 def mistaken(mistake):
     return lambda tensor, group: ring(tensor, group, mistake)
+
+
+def ring_to_the_left(tensor, group):
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    chunks = tensor.clone().tensor_split(ranks)
+    for step in range(1, ranks):
+        coming = chunks[(rank + step + 1) % ranks]
+        arriving = torch.zeros_like(coming)
+        going = chunks[(rank + step) % ranks]
+        exchange(going, (rank - 1) % ranks, arriving, (rank + 1) % ranks, group, "mine").wait()
+        coming.add_(arriving)
+    return chunks[rank]
+
+
+def direct(tensor, group):
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    chunks = tensor.clone().tensor_split(ranks)
+    for step in range(1, ranks):
+        to, source = (rank + step) % ranks, (rank - step) % ranks
+        arriving = torch.zeros_like(chunks[rank])
+        exchange(chunks[to], to, arriving, source, group, "mine").wait()
+        chunks[rank].add_(arriving)
+    return chunks[rank]
 
 
 def torchs_sum(tensor, group):
@@ -141,6 +168,14 @@ CASES = {
         ring_stub,
         (
             Wrong("owns the next chunk", mistaken("wrong chunk"), "Begin one chunk earlier"),
+            Wrong(
+                "the order of the all-gather",
+                mistaken("wrong chunk, kept"),
+                "the sum that is completed on it is that of chunk 1, not chunk 0",
+            ),
+            Wrong("never waits", mistaken("never waits"), "never waits for them"),
+            Wrong("a ring to the left", ring_to_the_left, "rank 0 sends to rank 3. In this ring"),
+            Wrong("directly to each rank", direct, "rank 0 sends to ranks 1, 2, 3. In"),
             Wrong("drops the tail", mistaken("tail dropped"), "tail of the tensor"),
             Wrong("one step short", mistaken("one step short"), "one step short"),
             Wrong("one step too many", mistaken("one step more"), "The last one brings"),

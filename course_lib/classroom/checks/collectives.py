@@ -1,200 +1,13 @@
 """The exercises of "Collectives and the network": a ring reduce-scatter; a collective's time."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from unittest import mock
+from collections.abc import Callable
 
-import torch
-import torch.distributed as dist
+from course_lib.collectives import LINKS, Link, time_of
 
-from course_lib.collectives import LINKS, Link, count_traffic, time_of
-from course_lib.collectives.cost import chunk_size
-
-from .collectives_ranks import plain_number, run_together
+from .collectives_ranks import plain_number
+from .collectives_ring import grade_reduce_scatter
 from .exercise import Exercise, WrongAnswer, require_function
-
-# --------------------------------------------------------------------------- ring reduce-scatter
-
-_RUNS = ((4, 8), (3, 7), (4, 3), (2, 5))  # ranks, elements: equal chunks, uneven ones, empty ones
-_ELEMENTS = (101, 103, 107, 109, 113, 127, 131, 137)  # primes: a sum shows which elements are in it
-_BASE = 1000  # rank r brings element x _BASE ** r: a sum also shows whose numbers are in it
-
-
-def grade_reduce_scatter(answer: Callable) -> None:
-    """Run the answer on real ranks, with chunks of equal, unequal and no elements."""
-    for ranks, elements in _RUNS:
-        where = f"{ranks} ranks, {elements} elements: "
-        seen = run_together(
-            answer, _try_out, ranks, elements, hang=where + _HANGS, disagree=where + _UNLIKE,
-            timeout_s=6,
-        )  # fmt: skip
-        for rank, (given, kept, sent) in enumerate(seen):
-            _judge_chunk(where, given, sent, rank, ranks, elements)
-            if not kept:
-                raise WrongAnswer(
-                    where + "right, but your function changes its argument: those are the "
-                    "learner's gradients. Work on a copy (clone)."
-                )
-            _judge_messages(where, sent, rank, ranks, elements)
-
-
-_HANGS = (
-    "the ranks wait for each other without end. All ranks need the same number of steps, and "
-    "exchange() sends and receives at once."
-)
-_UNLIKE = (
-    "a rank got a message of another length than it had room for. Receive into a tensor as long as "
-    "the chunk that comes: torch.empty_like(chunks[coming])."
-)
-_OF_TORCH = (
-    "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather",
-    "all_gather_into_tensor", "all_gather_object", "broadcast", "all_to_all", "all_to_all_single",
-    "gather", "scatter",
-)  # fmt: skip
-
-
-def _try_out(answer: Callable, elements: int) -> tuple[object, bool, list[tuple[str, int]]]:
-    """On a rank: what the answer returns, whether its argument was kept, and what it sent."""
-    own = torch.tensor(_ELEMENTS[:elements], dtype=torch.float64) * _BASE ** dist.get_rank()
-    tensor = own.clone()
-    with count_traffic() as traffic, _torchs_collectives() as called:
-        given = answer(tensor, dist.group.WORLD)
-    if isinstance(given, torch.Tensor):
-        given = given.detach().double().flatten().tolist()
-    elif given is not None:
-        given = type(given).__name__
-    sent = [(call.kind, call.payload_bytes) for call in traffic.calls]
-    uncounted = [] if sent else [(f"torch's {name}", 0) for name in called]
-    return given, torch.equal(tensor, own), sent + uncounted
-
-
-@contextmanager
-def _torchs_collectives() -> Iterator[list[str]]:
-    """The names of those of torch's collectives that are called inside."""
-    called: list[str] = []
-
-    def noting(name: str) -> Callable:
-        function = getattr(dist, name)
-
-        def noted(*args, **options):
-            called.append(name)
-            return function(*args, **options)
-
-        return noted
-
-    with mock.patch.multiple(dist, **{name: noting(name) for name in _OF_TORCH}):
-        yield called
-
-
-def _judge_chunk(where: str, given, sent: list, rank: int, ranks: int, elements: int) -> None:
-    """Raise what is wrong with the numbers that a rank returned."""
-    if given is None:
-        raise WrongAnswer(where + "your function returns nothing. Return this rank's chunk.")
-    if isinstance(given, str):
-        raise WrongAnswer(where + f"return one tensor, this rank's chunk; yours: {given}.")
-    chunks = [chunk.tolist() for chunk in torch.tensor(_ELEMENTS[:elements]).tensor_split(ranks)]
-    once = sum(_BASE**r for r in range(ranks))
-    sums = [[float(element * once) for element in chunk] for chunk in chunks]
-    if given != sums[rank]:
-        steps = sum(kind == "send" for kind, _ in sent)
-        equal = elements % ranks == 0  # otherwise some steps have nothing to send
-        told = _steps_mistake(steps, ranks) if equal else ""
-        told = (
-            told
-            or _chunk_mistake(given, sums, rank)
-            or _sum_mistake(given, chunks[rank], rank, ranks)
-        )
-        raise WrongAnswer(where + told)
-
-
-def _steps_mistake(steps: int, ranks: int) -> str:
-    """Name a wrong number of steps, where they were counted."""
-    if steps == ranks - 2:
-        return (
-            f"one step short: you make {steps} steps. Each chunk must visit all {ranks} ranks, "
-            f"which takes {ranks - 1}."
-        )
-    return ""
-
-
-def _chunk_mistake(given: list, sums: list[list[float]], rank: int) -> str:
-    """Name a chunk that is not this rank's, or has another length."""
-    own = sums[rank]
-    for other, chunk in enumerate(sums):
-        if other != rank and chunk and given == chunk:
-            return (
-                f"rank {rank} returns chunk {other}, and its sum is right. Rank {rank} must own "
-                f"chunk {rank}. Which chunk do you send first? Begin one chunk earlier."
-            )
-    if len(given) == sum(map(len, sums)) != len(own):
-        return (
-            f"rank {rank} returns all {len(given)} elements. It owns only chunk {rank}, with "
-            f"{len(own)} of them."
-        )
-    if len(given) != len(own):
-        return (
-            f"rank {rank} returns {len(given)} elements, its chunk has {len(own)}. The tail of "
-            "the tensor must not be dropped: tensor_split gives the first chunks one more."
-        )
-    if all(value * len(sums) == wanted for value, wanted in zip(given, own)):
-        return "that is the average. Reduce means the sum; nothing is divided here."
-    return ""
-
-
-def _sum_mistake(given: list, owned: list, rank: int, ranks: int) -> str:
-    """Name whose numbers are missing from a chunk, come twice, or belong to another chunk."""
-    at = next(i for i, e in enumerate(owned) if given[i] != e * sum(_BASE**r for r in range(ranks)))
-    parts = [int(given[at]) // _BASE**r % _BASE for r in range(ranks)]
-    if any(part % owned[at] for part in parts):
-        return (
-            f"in the chunk of rank {rank}, numbers of different chunks were added. What comes in "
-            "is the chunk that the left neighbor sends: one number lower than the one you send."
-        )
-    counts = [part // owned[at] for part in parts]
-    if max(counts) > 1:
-        twice = counts.index(max(counts))
-        return (
-            f"in the chunk of rank {rank}, the numbers of rank {twice} are counted {counts[twice]} "
-            "times. Each message must bring new ones."
-        )
-    if sum(counts) == 1 and counts[rank]:
-        return f"rank {rank} returns its own numbers only. Add what comes in to them."
-    if sum(counts) == 1:
-        return (
-            f"rank {rank} returns only the numbers of rank {counts.index(1)}. What comes in must "
-            "be added to your own chunk; you overwrite it."
-        )
-    return (
-        f"rank {rank} returns a sum over {sum(counts)} of {ranks} ranks. In each step, pass on "
-        "the chunk to which you have just added, not your original one."
-    )
-
-
-def _judge_messages(where: str, sent: list, rank: int, ranks: int, elements: int) -> None:
-    """Raise where the right numbers came by something else than a ring of chunks."""
-    others = {kind for kind, _ in sent if kind not in ("send", "receive")}
-    if others:
-        raise WrongAnswer(
-            where + f"the numbers are right, but you call {', '.join(sorted(others))}. Build it "
-            "from messages: use exchange()."
-        )
-    total = sum(size for kind, size in sent if kind == "send")
-    most = 8 * (elements - chunk_size(elements, ranks, rank))
-    if total == 8 * elements and len(sent) == ranks:
-        raise WrongAnswer(
-            where + f"the numbers are right, but you make {ranks} steps. The last one brings "
-            f"nothing that rank {rank} keeps: a ring needs {ranks - 1}."
-        )
-    if total > most:
-        raise WrongAnswer(
-            where
-            + f"the numbers are right, but rank {rank} sends {total} bytes. A ring sends each "
-            f"chunk but its own once: {most} bytes."
-        )
-
-
-# ------------------------------------------------------------------------------- alpha-beta time
 
 _KINDS = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "broadcast")
 _CASES = [
@@ -362,6 +175,7 @@ EXERCISES = (
             "chunks[rank].",
         ),
         solution="course_lib.collectives.rings:reduce_scatter",
+        helpers=("course_lib.collectives.rings:_pass_on",),
         grade=grade_reduce_scatter,
     ),
     Exercise(
@@ -378,6 +192,10 @@ EXERCISES = (
             "is steps × latency_s + bytes / bytes_per_s.",
         ),
         solution="course_lib.collectives.cost:time_of",
+        helpers=tuple(
+            f"course_lib.collectives.cost:{name}"
+            for name in ("steps", "sent_bytes", "_rounds", "_children")
+        ),
         grade=grade_time,
     ),
 )

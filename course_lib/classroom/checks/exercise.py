@@ -29,6 +29,7 @@ class Exercise:
     solution    where the library does it: "course_lib.model:count_parameters"
     grade       called with the answer; returns if it is right, else raises WrongAnswer. An
                 exception from the learner's own code may pass through: its line is shown.
+    helpers     functions of the library without which the solution says little, shown below it
     """
 
     name: str
@@ -38,6 +39,7 @@ class Exercise:
     hints: tuple[str, ...]
     solution: str
     grade: Callable[[Any], None]
+    helpers: tuple[str, ...] = ()
 
     def __post_init__(self):
         faults = []
@@ -64,8 +66,16 @@ class Exercise:
 
     def library_object(self) -> Any:
         """Import and return the library's own answer."""
-        module, _, path = self.solution.partition(":")
-        return attrgetter(path)(import_module(module))
+        return _imported(self.solution)
+
+    def library_helpers(self) -> list[Any]:
+        """Import and return what the library's own answer calls."""
+        return [_imported(name) for name in self.helpers]
+
+
+def _imported(name: str) -> Any:
+    module, _, path = name.partition(":")
+    return attrgetter(path)(import_module(module))
 
 
 def require_function(answer: object, what: str = "function") -> None:

@@ -107,7 +107,8 @@ def solution(name: str) -> None:
     except KeyError as error:
         print(error.args[0])
         return
-    show(exercise.library_object())
+    for thing in (exercise.library_object(), *exercise.library_helpers()):
+        show(thing)
     journal.note_exercise(exercise.name, solution=True)
 
 
