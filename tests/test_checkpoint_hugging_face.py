@@ -99,6 +99,9 @@ def test_heads_of_another_width_are_refused(tmp_path):
     config = transformers.LlamaConfig(**shape, head_dim=8)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     words = ranks.error_of(hugging_face.import_model, tmp_path)
+    assert "head_dim = 8, only hidden_size / heads = 6" in words
+    ours = config_from_hugging_face({**LLAMA_JSON, "head_dim": 6})
+    words = ranks.error_of(hugging_face.import_weights, tmp_path, ours)
     assert "model.layers.0.self_attn.q_proj.weight has shape [32, 24], not [24, 24]" in words
 
 
@@ -134,6 +137,10 @@ def test_shapes_that_transformers_does_not_have_are_refused():
     "table, words",
     [
         ({**GPT_JSON, "model_type": "mistral"}, "known are gpt2 and llama"),
+        (
+            {**LLAMA_JSON, "head_dim": 12, "hidden_act": "relu"},
+            "hidden_act = 'relu', only silu or swish; head_dim = 12, only hidden_size / heads = 6",
+        ),
         (
             {**GPT_JSON, "activation_function": "gelu"},
             "activation_function = 'gelu', only gelu_new",

@@ -106,6 +106,11 @@ def config_from_hugging_face(table: Mapping[str, Any]) -> ModelConfig:
             faults.append(f"{theirs} is missing")
         elif values.setdefault(ours, given[theirs]) != given[theirs]:
             faults.append(f"{theirs} = {given[theirs]}, not {values[ours]}: ours is one {ours}")
+    width, heads = values.get("width"), values.get("heads")
+    if isinstance(width, int) and isinstance(heads, int) and heads > 0:
+        ours = width // heads
+        if given.get("head_dim", ours) != ours:
+            faults.append(f"head_dim = {given['head_dim']}, only hidden_size / heads = {ours}")
     config = None if faults else ModelConfig(**family.shape, **values)
     if faults := faults or config.faults():
         raise CheckpointError(f"a {kind} that our model cannot represent: {'; '.join(faults)}")
