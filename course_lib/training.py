@@ -95,7 +95,8 @@ def loss_sum(logits: Tensor, labels: Tensor, in_place: bool = False) -> Tensor:
     logits: (batch, sequence, vocab); labels: (batch, sequence) int64, already shifted, IGNORE
     where there is no target.
     in_place: the logits' memory may be used for their gradient; their values are lost. It saves
-    two tensors of their size, and allows one backward pass only.
+    two tensors of their size, and allows one backward pass only. 16-bit logits always are
+    converted first, and the copy is used so.
     """
     wide = logits.double() if logits.dtype == torch.float64 else logits.float()
     ours = in_place or wide is not logits  # a converted copy is nobody else's

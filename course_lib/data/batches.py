@@ -33,8 +33,9 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""
+        ahead = torch.device(device).type == "cuda"  # from a GPU, the host must wait for the copy
         tensors = {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
-        return replace(self, **{n: t.to(device, non_blocking=True) for n, t in tensors.items()})
+        return replace(self, **{n: t.to(device, non_blocking=ahead) for n, t in tensors.items()})
 
 
 def batch(dataset: Windows, step: int, indices: Sequence[int], global_batch: int) -> Batch:
