@@ -152,6 +152,17 @@ def _source(text, cell="measure"):
     return change
 
 
+def _add_shown(call, text):
+    """A cell that shows `agree` of the library, with the output that is stored of it."""
+
+    def change(page, root):
+        _source(f"from course_lib.data_parallel import agree\n{call}")(page, root)
+        data = {"text/markdown": f"```python\n{text}\n```", "text/plain": text}
+        _cell(page, "measure").outputs.append(new_output("display_data", data))
+
+    return change
+
+
 def _move_systems_first(page, root):
     cell = _cell(page, "systems")
     page.cells.remove(cell)
@@ -252,6 +263,13 @@ BROKEN = [
         "tag the cell nbval-ignore-output",
     ),
     ("empty-cache", _source(LOOP), "empty_cache in a loop"),
+    ("shown", _add_shown("show(agree)", "# course_lib/old.py\ndef agree(): ..."), "code of today"),
+    (
+        "shown",
+        _source("from course_lib.data_parallel import agreed"),
+        "data_parallel has no agreed",
+    ),
+    ("shown", _add_shown("show(agree.gone)", "# x"), "has no attribute 'gone'"),
 ]
 
 
@@ -268,6 +286,62 @@ def test_rule_reports_a_page_that_breaks_it(name, breaks, says, course, root):
 
 def test_every_rule_has_a_page_that_breaks_it():
     assert {name for name, _, _ in BROKEN} == set(RULES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from course_lib.data_parallel import agree\nshow(agree)",
+        "from course_lib.data_parallel import agree as told\nshow(told)",
+        "from course_lib import data_parallel\nshow(data_parallel.agree, docstring=True)",
+        "import course_lib.data_parallel as ways\nshow(ways.agree)",
+    ],
+)
+def test_shown_code_is_compared_however_it_is_imported(source, course, root, capsys):
+    from course_lib.classroom.teaching import show
+    from course_lib.data_parallel import agree
+
+    show(agree)
+    now = capsys.readouterr().out.rstrip("\n")
+    for text, known in ((now, []), (now.replace("op=", "how="), ["shown"])):
+        page = good_page(course)
+        cell = _cell(page, "measure")
+        cell.source += "\n" + source
+        data = {"text/markdown": f"```python\n{text}\n```", "text/plain": text}
+        cell.outputs.append(new_output("display_data", data))
+        findings = found(page, course, root)
+        assert [finding.rule for finding in findings] == known
+    assert "notebooks run chapters/01_start_here.ipynb" in findings[0].message
+
+
+def test_code_that_the_notebook_itself_defines_is_not_compared(course, root):
+    page = good_page(course)
+    source = "from course_lib.data_parallel import agree\ndef agree(): ...\nshow(agree)\nshow(x[0])"
+    _cell(page, "measure").source += "\n" + source
+    text = "# your notebook\ndef agree(): ..."
+    data = {"text/markdown": f"```python\n{text}\n```", "text/plain": text}
+    _cell(page, "measure").outputs.append(new_output("display_data", data))
+    assert found(page, course, root) == []
+
+
+def test_a_name_that_the_library_lost_is_one_clear_line(tmp_path, monkeypatch, capsys):
+    """Instead of a traceback: the file, the name, and the chapters that import it too."""
+
+    def exercises_of(topic):
+        from course_lib.data_parallel import agreed  # noqa: F401
+
+    monkeypatch.setattr("course_lib.classroom.lint.exercises_of", exercises_of)
+    chapters = [tmp_path / "01_start_here.ipynb", tmp_path / "02_transformer.ipynb"]
+    for path, name in zip(chapters, ("agree", "agreed")):
+        cell = new_code_cell(f"from course_lib.data_parallel import DataParallel, {name}\n")
+        nbformat.write(new_notebook(cells=[new_markdown_cell("x"), cell]), path)
+    monkeypatch.setattr("course_lib.classroom.notebooks.chapter_files", lambda: chapters)
+    assert main(["lint"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "tests/test_notebooks.py: cannot import name 'agreed' from 'course_lib.data_parallel'; "
+        "imported too by 02_transformer.ipynb (cell 2) [library]",
+        "2 notebooks, 1 findings",
+    ]
 
 
 @pytest.mark.trap("PR-05")

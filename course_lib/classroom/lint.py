@@ -2,8 +2,8 @@
 
 A rule is a function that takes a `Page` (a notebook with what belongs to it) and yields
 `(cell, message)` pairs, where cell is a number or None for the whole notebook. The rules live in
-`lint_structure`, `lint_text` and `lint_code`. What may differ between chapters is a number or a
-list in LIMITS, changed for one chapter under [chapters.lint] in syllabus.toml.
+`lint_structure`, `lint_text`, `lint_code` and `lint_shown`. What may differ between chapters is a
+number or a list in LIMITS, changed for one chapter under [chapters.lint] in syllabus.toml.
 """
 
 import difflib
@@ -127,7 +127,12 @@ def lint_file(
 
 def lint(notebook, chapter: Chapter, course: Syllabus, root: Path) -> list[Finding]:
     """Apply every rule to a notebook in memory; return what is to be repaired."""
-    from . import lint_code, lint_structure, lint_text  # noqa: F401 - they register their rules
+    from . import (  # noqa: F401 - they register their rules
+        lint_code,
+        lint_shown,
+        lint_structure,
+        lint_text,
+    )
 
     unknown = sorted(set(chapter.lint) - set(LIMITS))
     if unknown:

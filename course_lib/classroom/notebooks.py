@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from . import journal, syllabus
+from .cell_imports import explain
 from .notebook_sync import METADATA, sync, write_notebook
 
 CELL_TIMEOUT_S = 120
@@ -131,9 +132,14 @@ def _run(files: list[Path]) -> int:
 
 
 def _lint(files: list[Path]) -> int:
-    from .lint import lint_file
+    findings: dict[str, None] = {}  # a name that is gone may stop the check of many chapters
+    for path in files:
+        try:
+            from .lint import lint_file
 
-    findings = [finding for path in files for finding in lint_file(path.resolve())]
+            findings |= dict.fromkeys(map(str, lint_file(path.resolve())))
+        except ImportError as error:
+            findings[f"{explain(error, chapter_files())} [library]"] = None
     for finding in findings:
         print(finding)
     print(f"{len(files)} notebooks, {len(findings)} findings")
