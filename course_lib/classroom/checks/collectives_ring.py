@@ -247,8 +247,8 @@ def _judge_messages(
     if to and to != [right]:
         raise WrongAnswer(
             where + f"the numbers are right, but rank {rank} sends to rank"
-            f"{'s' * (len(to) > 1)} {', '.join(map(str, to))}. In this ring it sends only to its right neighbor, "
-            f"rank {right}, and receives from its left one."
+            f"{'s' * (len(to) > 1)} {', '.join(map(str, to))}. In this ring it sends only to its "
+            f"right neighbor, rank {right}, and receives from its left one."
         )
     total = sum(size for kind, size in sent if kind == "send")
     most = 8 * (elements - chunk_size(elements, ranks, rank))
