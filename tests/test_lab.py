@@ -29,6 +29,9 @@ def test_every_station_passes_and_proves_what_it_says(finished):
     assert {station["verdict"] for station in found.values()} == {"pass"}
     assert found["agreement"]["figures"]["largest_difference"] <= 1e-10
     assert found["resume"]["figures"]["equal_steps"] == 10
+    assert "seconds" not in found["machine"]["figures"]
+    assert found["agreement"]["figures"]["seconds"] > 0
+    assert found["training"]["figures"]["logged_lines"] == {"1 process": 3, "2 processes": 6}
     assert found["training"]["figures"]["last_loss"] < found["training"]["figures"]["first_loss"]
     assert found["training"]["figures"]["sample"].strip()
 
@@ -39,6 +42,7 @@ def test_the_report_is_one_page_with_described_pictures(finished):
     assert "4 of 4 stations passed" in page
     pictures = re.findall(r'<img alt="([^"]*)" src="data:image/png;base64,[^"]+">', page)
     assert len(pictures) == 2
+    assert "<td>tokens per second, median of logged lines</td>" in page
     assert all("Curves" in alt and "training loss" in alt for alt in pictures)
     for station in report["stations"]:
         assert station["finding"].split(":")[0] in page
@@ -65,7 +69,20 @@ def test_losses_that_differ_fail_the_station(tmp_path, monkeypatch):
     monkeypatch.setattr(Lab, "train", train)
     station = stations.agreement(Lab(tmp_path, [1, 2], "cpu", "python-docs", 6))
     assert station.verdict == "fail"
-    assert "5.0e-05" in station.finding
+    assert "within 5.0e-05 of their value (allowed 1e-10)" in station.finding
+
+
+def test_equal_losses_are_called_equal():
+    assert stations.difference(0.0, 1e-10) == "equal to the last bit"
+
+
+def test_a_stop_that_the_lab_asked_for_calls_for_nobody(tmp_path, capsys):
+    code = "print('step 1/2  loss 3'); print('stopped after 1 steps; saved, run it again')"
+    stations.run_trainer([sys.executable, "-c", code], {}, 0, tmp_path / "x.log")
+    said = capsys.readouterr().out
+    assert "stopped after 1 steps; the lab goes on by itself" in said
+    assert "run it again" not in said
+    assert "run it again" in (tmp_path / "x.log").read_text()
 
 
 def test_a_failed_station_is_shown_as_failed(tmp_path):

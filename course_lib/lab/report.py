@@ -68,7 +68,7 @@ def _section(station) -> str:
 
 def _label(key: str) -> str:
     """A key as words; the unit stands with the value."""
-    words = key.removesuffix("_bytes").replace("_per_s", " per second")
+    words = key.removesuffix("_bytes").replace("_per_s", " per second, median of logged lines")
     return html.escape(words.replace("_", " "))
 
 

@@ -94,8 +94,10 @@ def run_trainer(command: list[str], environment: dict, expect: int, log: Path) -
             for line in process.stdout:
                 file.write(line)
                 tail = [*tail[-14:], line]
-                if line.startswith(("step ", "held-out", "resumed", "stopped")):
+                if line.startswith(("step ", "held-out", "resumed", "preparing")):
                     print(f"    {line}", end="", flush=True)
+                elif line.startswith("stopped"):  # as planned; it also says "run it again"
+                    print(f"    {line.partition(';')[0]}; the lab goes on by itself", flush=True)
         except BaseException:
             process.terminate()  # it saves and leaves
             raise
@@ -136,8 +138,8 @@ def agreement(lab: Lab) -> Station:
     worst = max(largest_difference(losses[lab.ranks[0]], other) for other in losses.values())
     station.figures = {"steps": AGREEMENT_STEPS, "precision": "fp64", "largest_difference": worst}
     station.finding = (
-        f"{AGREEMENT_STEPS} steps in fp64 on {listed(lab.ranks)}: losses differ by at most "
-        f"{worst:.1e} of their value (allowed 1e-10)."
+        f"{AGREEMENT_STEPS} steps in fp64 on {listed(lab.ranks)}: losses are "
+        f"{difference(worst, 1e-10)}."
     )
     station.require(worst <= 1e-10, "They must not.")
     return station
@@ -193,6 +195,7 @@ def training(lab: Lab) -> Station:
         "last_loss": full[-1]["loss"],
         "bits_per_byte": bits,
         "tokens_per_s": speeds,
+        "logged_lines": {label: len(lines) for label, lines in station.curves.items()},
         "peak_memory_bytes": full[-1]["peak_memory_bytes"],
         "largest_difference": worst,
         "sample": (run / "sample.txt").read_text(encoding="utf-8"),
@@ -200,7 +203,7 @@ def training(lab: Lab) -> Station:
     station.finding = (
         f"{parameters / 1e6:.1f} M parameters, {lab.steps} steps: {bits:.2f} bits a byte on "
         f"held-out text. Over the first {compared} steps the losses on {processes(few)} and on "
-        f"{processes(many)} differ by at most {worst:.1e} of their value (allowed {allowed:.0e})."
+        f"{processes(many)} are {difference(worst, allowed)}."
     )
     station.require(worst <= allowed, "They disagree.")
     station.require(full[-1]["loss"] < full[0]["loss"], "The loss did not fall.")
@@ -220,6 +223,13 @@ def listed(ranks: list[int]) -> str:
 def largest_difference(reference: list[float], other: list[float]) -> float:
     """Largest relative difference of two equally long lists of losses."""
     return max(abs(a - b) / abs(a) for a, b in zip(reference, other, strict=True))
+
+
+def difference(worst: float, allowed: float) -> str:
+    """The largest relative difference of losses, in words."""
+    if worst == 0:
+        return "equal to the last bit"
+    return f"equal to within {worst:.1e} of their value (allowed {allowed:.0e})"
 
 
 def median(lines: list[dict], key: str) -> float:
