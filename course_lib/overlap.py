@@ -5,9 +5,9 @@ layers before are still being differentiated: a hook on every parameter notes th
 there, and the one that completes a bucket starts its transfer. What is waited for at the end is
 only what compute did not cover: at least the last bucket, ready when backward ends.
 
-There is nothing to start in the forward pass, since no gradient exists before backward. Three rules
-keep it right: a bucket is sent when ALL its gradients are there, and only in the last micro-batch;
-all ranks send in the same order; nothing touches a buffer between its start and its wait.
+No gradient can start in the forward pass, since none exists before backward. Three rules keep it
+right: a bucket is sent when ALL its gradients are there, and only in the last micro-batch; all
+ranks send in the same order; nothing touches a buffer between its start and its wait.
 
 What stops overlap: a graph that differs between ranks (they wait for each other), whatever makes
 the host wait for a GPU inside a step (a printed loss, `.item()`, `empty_cache`), and
