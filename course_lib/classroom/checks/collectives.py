@@ -175,7 +175,7 @@ EXERCISES = (
             "chunks[rank].",
         ),
         solution="course_lib.collectives.rings:reduce_scatter",
-        helpers=("course_lib.collectives.rings:_pass_on",),
+        helpers=("course_lib.collectives.rings:_pass_on", "course_lib.collectives.rings:_place"),
         grade=grade_reduce_scatter,
     ),
     Exercise(
