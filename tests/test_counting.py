@@ -104,3 +104,8 @@ def test_palms_formula_agrees_without_norms_biases_and_position_embeddings():
 def test_unknown_convention_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match='"full" or "causal"'):
         count_flops(PRESETS["tiny"], 1, 8, "half")
+
+
+def test_an_unknown_preset_is_answered_with_the_known_ones():
+    with pytest.raises(KeyError, match=r"no preset 'gpt-2'; use one of tiny, .*gpt2, gpt2-medium"):
+        PRESETS["gpt-2"]

@@ -112,8 +112,15 @@ def _llama(layers: int, width: int, heads: int, mlp_width: int, vocab: int = 32_
     )  # fmt: skip
 
 
+class _Presets(dict):
+    """Shapes by name; a name that is not there is answered with those that are."""
+
+    def __missing__(self, name):
+        raise KeyError(f"there is no preset {name!r}; use one of {', '.join(self)}")
+
+
 def _presets() -> dict[str, ModelConfig]:
-    return {
+    return _Presets({
         "tiny": _gpt(2, 64, 4, vocab=512, context=64),
         "tiny-llama": _llama(2, 64, 4, 172, vocab=512, context=64, kv_heads=2),
         "playwright": _llama(4, 128, 4, 344, vocab=2048, context=128),
@@ -124,4 +131,4 @@ def _presets() -> dict[str, ModelConfig]:
         "gpt3-175b": _gpt(96, 12_288, 96, context=2048),
         "llama-7b": _llama(32, 4096, 32, 11_008),
         "llama-13b": _llama(40, 5120, 40, 13_824),
-    }
+    })  # fmt: skip
