@@ -629,6 +629,12 @@ def test_too_few_gpus_are_told_in_words(monkeypatch):
             choose_device(config, Process(0, count, 0, count, 0))
 
 
+def test_an_error_of_writing_names_the_key(folder, tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert call(folder, f"--run.directory={tmp_path}") == 1
+    assert f"metrics.jsonl' (run.directory {tmp_path})" in capsys.readouterr().err
+
+
 def test_bad_data_ends_the_run_with_the_file_named(folder, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     code = call(folder, f"--data.corpus={tmp_path / 'empty'}", f"--run.directory={tmp_path / 'r'}")

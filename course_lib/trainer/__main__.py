@@ -42,7 +42,9 @@ def main(arguments: list[str]) -> int:
         return Trainer(config, layout, mesh).run()
     except EXPECTED as error:
         if process.rank == 0 or not isinstance(error, ALIKE):
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            # A bare "No space left on device" does not say where.
+            where = f" (run.directory {config.run.directory})" if isinstance(error, OSError) else ""
+            print(f"error: {error}{where}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1
     finally:
         if dist.is_initialized():

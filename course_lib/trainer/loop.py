@@ -352,7 +352,7 @@ def _prepare(config: Config, mesh: Mesh) -> Prepared:
     data = config.data
     names = ", ".join(data.mixture or [data.corpus])
     words = (
-        f"preparing {names}: fetched, cleaned and tokenized once, then kept in "
+        f"preparing {names}: fetched and tokenized once, then kept in "
         f"{data.cache or default_cache()}; large texts take minutes"
     )
     notice = Timer(NOTICE_S, print, [words], {"flush": True})
