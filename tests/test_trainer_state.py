@@ -33,7 +33,6 @@ def new_trainer(folder, name, *overrides):  # noqa: F811
     settings = [f"--run.directory={folder / name}", *overrides]
     config, layout = load_config(folder / "run.toml", settings, 1)
     trainer = Trainer(config, layout, Mesh.single())
-    trainer.directory.mkdir()
     trainer._open_logs()
     return trainer
 
