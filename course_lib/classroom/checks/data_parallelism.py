@@ -222,9 +222,10 @@ def _sum_mistakes(local: list, rank: int) -> Iterator[tuple[str, dict[str, Tenso
         total(lambda r, m: batch.valid / max(valid[r], 1)),
     )
     for share in (1, 1 / RANKS, 1 / MICRO_BATCHES, 1 / RANKS / MICRO_BATCHES):
+        averaged = "" if share == 1 else ", and these means are averaged"
         yield (
-            "every micro-batch is divided by its own tokens. One with few tokens then counts for "
-            "too much. Divide each by `tokens`, that of the global batch.",
+            f"every micro-batch is divided by its own tokens{averaged}. One with few tokens then "
+            "counts for too much. Divide each by `tokens`, that of the global batch.",
             total(lambda r, m, share=share: share * batch.valid / max(counts[r][m], 1)),
         )
     yield (
