@@ -220,7 +220,9 @@ CASES = {
             Wrong("sums what was summed", with_mistake("sums sums"), "what was summed before"),
             Wrong("divides by its own tokens", with_mistake("own tokens"), "by its own tokens"),
             Wrong("its own tokens, summed", with_mistake("own tokens, summed"), "A rank with few"),
-            Wrong("tokens of one", with_mistake("own micro-batch"), "by its own tokens. One with few"),
+            Wrong(
+                "tokens of one", with_mistake("own micro-batch"), "by its own tokens. One with few"
+            ),
             Wrong("means of means", with_mistake("means of means"), "these means are averaged"),
             Wrong("loses the first", with_mistake("loses the first"), "micro-batches 2 to 3 are"),
             Wrong("only the first", with_mistake("only the first"), "only the first of the 3"),
