@@ -18,6 +18,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from course_lib import collectives
 from course_lib.collectives import Handle
@@ -64,32 +65,27 @@ def sum_each(records: Records, mesh: Mesh) -> None:
     for record in records:
         gradient = record.parameter.grad
         dense = gradient.contiguous()  # a gradient may be strided; what is sent may not
-        for axis in summed_axes(record, mesh):
-            collectives.all_reduce(dense, mesh.group(axis), "gradients").wait()
+        for group in record.summed_over.values():
+            collectives.all_reduce(dense, group, "gradients").wait()
         if dense is not gradient:
             gradient.copy_(dense)
 
 
 def sum_flattened(records: Records, mesh: Mesh) -> None:
-    """All gradients that are summed over the same axes in one message; copied there and back."""
+    """All gradients that are summed by the same ranks in one message; copied there and back."""
     alike: dict[tuple, list[Tensor]] = {}
     for record in records:
-        key = (summed_axes(record, mesh), record.parameter.grad.dtype)
+        key = (*record.summed_over.values(),), record.parameter.grad.dtype
         alike.setdefault(key, []).append(record.parameter.grad)
-    for (axes, _), gradients in alike.items():
-        if not axes:
+    for (groups, _), gradients in alike.items():
+        if not groups:
             continue
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        for axis in axes:
-            collectives.all_reduce(flat, mesh.group(axis), "gradients").wait()
+        for group in groups:
+            collectives.all_reduce(flat, group, "gradients").wait()
         pieces = flat.split([gradient.numel() for gradient in gradients])
         for gradient, piece in zip(gradients, pieces):
             gradient.copy_(piece.view_as(gradient))
-
-
-def summed_axes(record: ParameterRecord, mesh: Mesh) -> tuple[str, ...]:
-    """The axes over which a gradient is summed and that have more than one rank."""
-    return tuple(axis for axis in record.summed_over if mesh.group(axis) is not None)
 
 
 # --------------------------------------------------------------------------------------- buckets
@@ -102,7 +98,7 @@ class Bucket:
     names: tuple[str, ...]
     sizes: tuple[int, ...]  # elements of each
     dtype: torch.dtype
-    axes: tuple[str, ...]  # summed over these, one after the other
+    groups: tuple[ProcessGroup, ...]  # summed over these, one after the other
 
     @property
     def payload_bytes(self) -> int:
@@ -136,24 +132,24 @@ def plan_buckets(
     filling: dict[tuple, list[ParameterRecord]] = {}
     order = {record.name: place for place, record in enumerate(reversed(_trainable(records)))}
     for record in reversed(_trainable(records)):
-        key = (summed_axes(record, mesh), record.parameter.dtype)
+        key = (*record.summed_over.values(),), record.parameter.dtype
         members = filling.setdefault(key, [])
         members.append(record)
         limit = bucket_bytes if closed else min(first_bytes, bucket_bytes)
         if sum(r.parameter.nbytes for r in members) >= limit:
             closed.append(filling.pop(key))
     complete = sorted([*closed, *filling.values()], key=lambda members: order[members[-1].name])
-    return [_bucket(members, mesh) for members in complete]
+    return [_bucket(members) for members in complete]
 
 
 def _trainable(records: Records) -> list[ParameterRecord]:
     return [record for record in records if record.parameter.requires_grad]
 
 
-def _bucket(members: Sequence[ParameterRecord], mesh: Mesh) -> Bucket:
+def _bucket(members: Sequence[ParameterRecord]) -> Bucket:
     names = tuple(record.name for record in members)
     sizes = tuple(record.parameter.numel() for record in members)
-    return Bucket(names, sizes, members[0].parameter.dtype, summed_axes(members[0], mesh))
+    return Bucket(names, sizes, members[0].parameter.dtype, (*members[0].summed_over.values(),))
 
 
 class Buckets:
@@ -195,15 +191,14 @@ class Buckets:
     def launch(self, index: int) -> Handle:
         """Start summing a bucket all of whose gradients are there. Collective."""
         self.collect(index)
-        axes = self.plan[index].axes
-        group = self.mesh.group(axes[0]) if axes else None
-        return collectives.all_reduce(self.flats[index], group, "gradients")
+        first = next(iter(self.plan[index].groups), None)
+        return collectives.all_reduce(self.flats[index], first, "gradients")
 
     def complete(self, index: int, handle: Handle) -> None:
-        """Wait for a bucket, then sum over its other axes. The buffer must rest until then."""
+        """Wait for a bucket, then sum over its other groups. The buffer must rest until then."""
         handle.wait()
-        for axis in self.plan[index].axes[1:]:
-            collectives.all_reduce(self.flats[index], self.mesh.group(axis), "gradients").wait()
+        for group in self.plan[index].groups[1:]:
+            collectives.all_reduce(self.flats[index], group, "gradients").wait()
 
     def require(self, records: Records) -> None:
         """Raise ValueError unless the buckets hold exactly these parameters."""

@@ -8,9 +8,10 @@ Groups are made by torch's DeviceMesh. An axis of size 1 has no group: collectiv
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,6 +27,7 @@ class Mesh:
     coordinates: Mapping[str, int]
     groups: Mapping[str, dist.ProcessGroup]  # only axes larger than 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    parts: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)  # by `group_of`
 
     @classmethod
     def single(cls, device="cpu") -> "Mesh":
@@ -43,6 +45,11 @@ class Mesh:
         return dist.group.WORLD if self.world_size > 1 else None
 
     @property
+    def world_rank(self) -> int:
+        """This rank's number among all ranks."""
+        return dist.get_rank(self.world) if self.world is not None else 0
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank is the one that prints and writes for all."""
         return not any(self.coordinates.values())
@@ -58,6 +65,23 @@ class Mesh:
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one in this axis only; None when it has size 1."""
         return self.groups.get(axis)
+
+    def lines(self, axis: str) -> list[tuple[int, ...]]:
+        """The ranks of each group along an axis: this rank's group, and all others."""
+        ranks = np.arange(self.world_size).reshape([self.sizes[each] for each in AXES])
+        along = np.moveaxis(ranks, AXES.index(axis), -1).reshape(-1, self.size(axis))
+        return [tuple(line) for line in along.tolist()]
+
+    def group_of(self, axis: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """The group of some ranks of a line along an axis, made once; useless to other ranks.
+
+        Collective: all ranks of the world ask for the same groups in the same order.
+        """
+        if len(ranks) == self.size(axis):
+            return self.groups[axis]
+        if tuple(ranks) not in self.parts:
+            self.parts[tuple(ranks)] = dist.new_group(list(ranks))
+        return self.parts[tuple(ranks)]
 
 
 def coordinates_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:

@@ -72,8 +72,8 @@ class Cut(nn.Module):
             local, boxes = cut(name, mesh.size("tp"), mesh.rank("tp"))
             self.layer.register_parameter(name, nn.Parameter(torch.empty(local)))
             if boxes != (whole(shape),):
-                lay_out(self.layer, **{name: Layout(shape, boxes, sharded_over=("tp",))})
-        layout = Layout(SHAPES["constant"], (whole(SHAPES["constant"]),), (), partial_over)
+                lay_out(self.layer, **{name: Layout(shape, boxes)})
+        layout = Layout(SHAPES["constant"], (whole(SHAPES["constant"]),), partial_over)
         lay_out(self.layer, constant=layout)
         declare(self.layer, **SPECS)
 
@@ -151,7 +151,7 @@ def check_replicated_and_sharded_norm(mesh: Mesh) -> None:
     """CLIP-01: replicated gradient (3, 4), half of a gradient of norm 12 on each of two ranks."""
     layer = nn.ParameterDict({"replicated": torch.zeros(2), "sharded": torch.zeros(1)})
     rank = mesh.rank("tp")
-    lay_out(layer, sharded=Layout((2,), (Box((rank,), (1,), (0,)),), sharded_over=("tp",)))
+    lay_out(layer, sharded=Layout((2,), (Box((rank,), (1,), (0,)),)))
     declare(layer, replicated=ParameterSpec(), sharded=ParameterSpec())
     layer["replicated"].grad = torch.tensor([3.0, 4.0])
     layer["sharded"].grad = torch.tensor([12 / math.sqrt(2)])

@@ -63,21 +63,21 @@ def cut(shape, rank: int, ranks: int, manner: str):
         per = -(-rest[0] // ranks)
         first, last = min(rank * per, rest[0]), min((rank + 1) * per, rest[0])
         box = Box((0, first), (rows, last - first), (0, 0))
-        return Layout(shape, (box,) if last > first else (), ("tp",)), (rows, last - first)
+        return Layout(shape, (box,) if last > first else ()), (rows, last - first)
     if manner == "interleaved":  # row 0 to rank 0, row 1 to rank 1, …
         own = range(rank, rows, ranks)
         boxes = [
             Box((row, *[0] * len(rest)), (1, *rest), (i, *[0] * len(rest)))
             for i, row in enumerate(own)
         ]
-        return Layout(shape, tuple(boxes), ("tp",)), (len(own), *rest)
+        return Layout(shape, tuple(boxes)), (len(own), *rest)
     per = -(-rows // ranks)  # rows: uneven, the last ranks may have none
     first, last = min(rank * per, rows), min((rank + 1) * per, rows)
     zeros = [0] * len(rest)
     pad = 2 if manner == "padded" else 0
     box = Box((first, *zeros), (last - first, *rest), (pad, *zeros))
     boxes = (box,) if last > first else ()
-    return Layout(shape, boxes, ("tp",)), (last - first + 2 * pad, *rest)
+    return Layout(shape, boxes), (last - first + 2 * pad, *rest)
 
 
 def toy(mesh: Mesh, manner: str, seed: int = 0, shapes=None):

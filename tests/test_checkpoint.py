@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from course_lib import checkpoint
-from course_lib.checkpoint import files, pieces, saving
+from course_lib.boxes import tiling_fault
+from course_lib.checkpoint import files, saving
 from course_lib.classroom.launch import run_ranks
 from course_lib.mesh import Mesh, make_mesh
 from course_lib.model import ParameterSpec, build, declare
@@ -63,7 +64,7 @@ class Tied(nn.Module):
         for name in names:
             layer = declare(nn.Linear(4, 4, bias=False), weight=ParameterSpec(std=1.0))
             if stage is not None:
-                lay_out(layer, weight=Layout((4, 4), (whole((4, 4)),), ("pp",)))
+                lay_out(layer, weight=Layout((4, 4), (whole((4, 4)),)))
             setattr(self, name, layer)
         self.whole = stage is None
         self.tie()
@@ -153,12 +154,12 @@ def test_any_boxes_load_any_others(tmp_path_factory, data):
 def test_tilings_are_told_from_holes_and_overlaps(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     boxes = [Box(offset, size, offset) for offset, size in data.draw(tilings(shape))]
-    assert pieces.tiling_fault(shape, boxes) is None
+    assert tiling_fault(shape, boxes) is None
     place = data.draw(st.integers(0, len(boxes) - 1))
-    assert "elements" in pieces.tiling_fault(shape, boxes[:place] + boxes[place + 1 :])
-    assert "overlap" in pieces.tiling_fault(shape, [*boxes, boxes[place]])
+    assert "elements" in tiling_fault(shape, boxes[:place] + boxes[place + 1 :])
+    assert "overlap" in tiling_fault(shape, [*boxes, boxes[place]])
     boxes[place] = replace(boxes[place], offset=tuple(o + 5 for o in boxes[place].offset))
-    assert "leaves" in pieces.tiling_fault(shape, boxes)
+    assert "leaves" in tiling_fault(shape, boxes)
 
 
 # --------------------------------------------------------------------------- values

@@ -17,6 +17,8 @@ from course_lib.trainer.step import parallelize, training_step
 from course_lib.training import TrainingConfig
 from tests import checks_core as core
 from tests import checks_data_parallel as checks
+from tests import checks_records as records
+from tests import checks_replicas as replicas
 from tests.checks_core import TINY, TWO, on_ranks
 
 
@@ -113,6 +115,15 @@ def check_unsummed_is_refused(mesh: Mesh) -> None:
 
 def test_gradients_that_ddp_did_not_sum_are_refused():
     on_ranks(check_unsummed_is_refused, TWO)
+
+
+@pytest.mark.trap("TP-14")
+def test_ddp_sums_partial_gradients_over_their_other_axes_too():
+    on_ranks(replicas.check_ddp_sums_partial_gradients, records.DP_TP)
+
+
+def test_ddp_refuses_parameters_that_are_cut_over_its_replicas():
+    on_ranks(replicas.check_ddp_refuses_cut_replicas, TWO)
 
 
 def check_no_handle_is_left(mesh: Mesh) -> None:

@@ -9,9 +9,19 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from course_lib.mesh import Mesh
 from course_lib.model import Transformer, build, initial_rows
-from course_lib.parameters import Box, build_records, gather_full, initialise, materialise, whole
+from course_lib.parameters import (
+    Box,
+    Layout,
+    build_records,
+    gather_full,
+    initialise,
+    lay_out,
+    materialise,
+    whole,
+)
 from tests import checks_core as core
 from tests import checks_records as records
+from tests import checks_replicas as replicas
 from tests.checks_core import ALONE, TINY, TINY_LLAMA, on_ranks
 
 COMPILES = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own
@@ -54,9 +64,15 @@ def test_a_parameter_without_layout_is_held_whole_and_summed_over_replicas():
     for record in build_records(build(TINY), Mesh.single()):
         assert record.shape == tuple(record.parameter.shape)
         assert record.boxes == (whole(record.shape),)
-        assert (record.sharded_over, record.replicated_over) == ((), ("pp", "dp", "tp"))
-        assert record.summed_over == ("dp",)
-        assert record.owner
+        assert (record.replicas, record.summed_over, record.owner) == ((0,), {}, True)
+    on_ranks(check_whole_and_summed, records.DP_TP)
+
+
+def check_whole_and_summed(mesh: Mesh) -> None:
+    for number, record in enumerate(build_records(build(TINY), mesh)):
+        assert record.replicas == (0, 1, 2, 3)
+        assert record.summed_over == {"dp": mesh.group("dp")}
+        assert record.owner == (mesh.world_rank == number % 4), "replicas take turns"
 
 
 def test_an_undeclared_parameter_is_refused_by_name():
@@ -124,8 +140,8 @@ def check_gathers_all_dtypes(mesh: Mesh) -> None:
     """Rank 0 holds two dtypes, rank 1 nothing (a stage without trainable parameters)."""
     model = build(TINY)
     model.norm.double()
-    found = build_records(model, mesh) if mesh.rank("pp") == 0 else []
-    found = [replace(record, owner=True) for record in found]
+    found = [replace(record, owner=True) for record in build_records(model, mesh)]
+    found = found if mesh.rank("pp") == 0 else []
     third = {r.name: torch.full_like(r.parameter.detach(), 1 / 3) for r in found}
     full = gather_full(found, third, mesh)
     assert full["norm.weight"].tolist() == [1 / 3] * TINY.width, "digits of float64 were lost"
@@ -135,6 +151,53 @@ def check_gathers_all_dtypes(mesh: Mesh) -> None:
 
 def test_gathering_keeps_every_dtype_and_needs_no_tensor_on_each_rank():
     on_ranks(check_gathers_all_dtypes, {"pp": 2})
+
+
+@pytest.mark.trap("TP-10")
+@pytest.mark.trap("TP-14")
+def test_kv_heads_on_more_ranks_than_heads_train_as_the_plain_model():
+    on_ranks(replicas.check_kv_heads, replicas.TP4)
+
+
+@pytest.mark.trap("CLIP-01")
+def test_ranks_that_share_a_part_are_summed_and_counted_once():
+    on_ranks(replicas.check_kv_numbers, replicas.TP4)
+
+
+def test_checkpoints_of_shared_kv_heads_cross_layouts(tmp_path):
+    on_ranks(replicas.check_kv_checkpoint, replicas.TP4, tmp_path)
+
+
+@pytest.mark.trap("PP-04")
+def test_a_tied_embedding_on_two_stages_trains_as_the_plain_model():
+    on_ranks(replicas.check_tied_stages, replicas.PP)
+
+
+@pytest.mark.trap("PP-04")
+@pytest.mark.trap("CK-06")
+def test_checkpoints_of_tied_stages_hold_one_tensor_and_cross_layouts(tmp_path):
+    on_ranks(replicas.check_tied_checkpoint, replicas.PP, tmp_path)
+
+
+@pytest.mark.trap("PP-03")
+def test_parts_that_make_no_whole_are_refused_on_all_ranks():
+    on_ranks(replicas.check_refusals, records.TP)
+
+
+def test_one_tensor_has_one_layout_and_one_name_has_one_tensor():
+    model = build(TINY)
+    lay_out(model.embedding, weight=Layout((11, 8), (whole((11, 8)),)))
+    lay_out(model.head, weight=Layout((11, 8), (whole((11, 8)),), ("tp",)))
+    with pytest.raises(ValueError, match="are one tensor, but have several layouts"):
+        build_records(model, Mesh.single())
+    model = build(TINY)
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    with pytest.raises(ValueError, match=r"rank 0 holds embedding\.weight in several tensors"):
+        build_records(model, Mesh.single())
+
+
+def test_a_parameter_may_be_one_number(tmp_path):
+    on_ranks(replicas.check_number, core.TWO, tmp_path)
 
 
 def test_replicas_that_differ_are_named():

@@ -214,7 +214,7 @@ FLOORS = {
     # It imports nothing of the course, so that every section can use its check of types.
     -1: {"config"},
     0: {"model", "data", "training"},
-    1: {"collectives", "mesh", "memory"},
+    1: {"boxes", "collectives", "mesh", "memory"},
     # Still the first floor, but a record says over which axes of a mesh a parameter lies, so it
     # stands on the mesh and on the collectives, and they never on it.
     1.5: {"parameters"},

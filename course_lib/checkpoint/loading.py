@@ -16,12 +16,13 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
+from course_lib.boxes import intersection, whole
 from course_lib.checkpoint.errors import CheckpointError, first_decides, listed, together
 from course_lib.checkpoint.files import file_fault
 from course_lib.checkpoint.manifest import Manifest, read_manifest, unusable
-from course_lib.checkpoint.pieces import WEIGHT, Piece, intersection
+from course_lib.checkpoint.pieces import WEIGHT, Piece
 from course_lib.mesh import Mesh
-from course_lib.parameters import ParameterRecord, whole
+from course_lib.parameters import ParameterRecord
 
 
 def load(

@@ -19,12 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from course_lib.boxes import whole
 from course_lib.checkpoint.errors import CheckpointError, first_decides, listed, together
 from course_lib.checkpoint.files import file_fault, sync, write_tensors
 from course_lib.checkpoint.manifest import MANIFEST, REPLACED, Manifest, complete, recover
 from course_lib.checkpoint.pieces import WEIGHT, Piece, holes
 from course_lib.mesh import Mesh
-from course_lib.parameters import ParameterRecord, whole
+from course_lib.parameters import ParameterRecord
 
 PARTIAL = ".partial_"  # prefix of a checkpoint that is being written or deleted
 FILE_BYTES = 2**30  # a file ends after this: what a rank copies to CPU memory at once

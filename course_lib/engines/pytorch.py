@@ -8,6 +8,7 @@ sent, the result is right, and only a counter shows it.
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -15,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from course_lib.collectives import Handle, all_reduce
 from course_lib.data import Batch
-from course_lib.data_parallel import BUCKET_BYTES, DataParallel, Records
+from course_lib.data_parallel import BUCKET_BYTES, DataParallel, Records, sum_flattened
 from course_lib.mesh import Mesh
+from course_lib.parameters import ParameterRecord
 
 
 def data_parallelize(
@@ -33,8 +35,11 @@ def data_parallelize(
         thawed or replaced meanwhile: DDP itself would notice a step later, or never.
     """
     group = mesh.group("dp")
-    if group is None or not any(record.parameter.requires_grad for record in records):
+    trained = [record for record in records if record.parameter.requires_grad]
+    if group is None or not trained:
         return DataParallel(model)
+    if cut := [record.name for record in trained if record.summed_over.get("dp") is not group]:
+        raise ValueError(f'DDP sums over all of "dp", where {cut[0]} is cut; use backend "course"')
     wrapped = DistributedDataParallel(
         model, process_group=group, bucket_cap_mb=bucket_bytes / 2**20,
         gradient_as_bucket_view=True, find_unused_parameters=find_unused,
@@ -68,6 +73,13 @@ def data_parallelize(
                 "data_parallelize (build the model again), or fewer micro-batches came than were "
                 "announced"
             )
+        sum_flattened([_without_dp(record) for record in records], mesh)
 
     wrapped.register_comm_hook(None, send)
     return DataParallel(wrapped, reduce, watch)
+
+
+def _without_dp(record: ParameterRecord) -> ParameterRecord:
+    """Only the sums that DDP, which knows one group, leaves out."""
+    groups = {axis: group for axis, group in record.summed_over.items() if axis != "dp"}
+    return replace(record, summed_over=groups)

@@ -8,6 +8,7 @@ Papers: Radford et al. 2019 (GPT-2); Touvron et al. 2023 (Llama, arXiv 2302.1397
 """
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -64,9 +65,16 @@ class Transformer(nn.Module):
         self.tie()
 
     def tie(self) -> "Transformer":
-        """Make the head share the embedding's weight, where the configuration says so."""
-        if self.config.tie_embeddings:
-            self.head.weight = self.embedding.weight
+        """Make the head share the embedding's weight, where the configuration says so.
+
+        A part of the model may lack one of them; a head alone is still declared to be tied.
+        """
+        embedding, head = (getattr(self, part, None) for part in ("embedding", "head"))
+        if self.config.tie_embeddings and hasattr(head, "weight"):
+            tied = replace(parameter_spec(head, "weight"), tied_to="embedding.weight")
+            declare(head, weight=tied)
+            if hasattr(embedding, "weight"):
+                head.weight = embedding.weight
         return self
 
     def forward(self, tokens, positions=None, samples=None, step=None, documents=None, cache=None):

@@ -25,6 +25,7 @@ class ParameterSpec:
     std: float = 0.0  # normal with mean 0, where positive; else the constant `fill`
     fill: float = 0.0
     decay: bool = False
+    tied_to: str = ""  # full name of the parameter whose tensor it shares, where that comes first
 
 
 def declare(module: nn.Module, **specs: ParameterSpec) -> nn.Module:

@@ -61,9 +61,10 @@ def parallelize(
     parallel = parallel or ParallelConfig()
     with torch.device("meta"):
         model = Transformer(model_config, training.seed)
+    names = [name for name, _ in model.named_parameters()]  # none may be lost on the way
     if parallel.compile:
         model.compile()  # in place: the parameters keep their names
-    records = materialise(model, mesh, training.seed, weight_dtype(training.precision))
+    records = materialise(model, mesh, training.seed, weight_dtype(training.precision), names)
     assert_replicas_agree(records, mesh)  # equal by construction; a broadcast would hide faults
     replicas = replicate(model, records, mesh, parallel)
     optimizer = make_optimizer(training, [(r.parameter, r.spec.decay) for r in records])

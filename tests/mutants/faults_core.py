@@ -11,11 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from course_lib import collectives, data_parallel, gradients, model, parameters, training
+from course_lib.engines import pytorch
+from course_lib.mesh import Mesh
 from course_lib.model import Transformer
 from course_lib.model.randomness import Noise
 from course_lib.trainer import step
 from tests import checks_core as core
 from tests import checks_records as records
+from tests import checks_replicas as replicas
 
 Put = core.Put
 
@@ -133,7 +136,9 @@ def partial_gradients_forgotten(put: Put) -> None:
     right = parameters._record
 
     def record(*arguments):
-        return replace(right(*arguments), summed_over=("dp",))
+        found = right(*arguments)
+        kept = {axis: group for axis, group in found.summed_over.items() if axis == "dp"}
+        return replace(found, summed_over=kept)
 
     put(parameters, "_record", record)
 
@@ -144,7 +149,7 @@ def sharded_gradients_summed(put: Put) -> None:
     def record(*arguments):
         found = right(*arguments)
         too_much = found.name == "layer.pieces"  # others have no equal shapes to sum
-        return replace(found, summed_over=("dp", "tp")) if too_much else found
+        return replace(found, summed_over=arguments[-2].groups) if too_much else found
 
     put(parameters, "_record", record)
 
@@ -248,6 +253,62 @@ def owned_by_all_first_ranks(put: Put) -> None:
         return replace(found, owner=arguments[-2].rank("dp") == 0)  # forgets "tp"
 
     put(parameters, "_record", record)
+
+
+def axis_shared_by_nobody(put: Put) -> None:
+    """Along an axis on which a parameter is cut, every rank owns what it holds."""
+    right = parameters._record
+
+    def record(*arguments):
+        found = right(*arguments)
+        return replace(found, owner=found.owner or len(found.replicas) < arguments[-2].world_size)
+
+    put(parameters, "_record", record)
+
+
+def axis_summed_as_a_whole(put: Put) -> None:
+    put(Mesh, "group_of", lambda mesh, axis, ranks: mesh.groups[axis])
+
+
+def stages_not_summed(put: Put) -> None:
+    right = parameters._sum_groups
+
+    def sum_groups(*arguments):
+        return {axis: group for axis, group in right(*arguments).items() if axis != "pp"}
+
+    put(parameters, "_sum_groups", sum_groups)
+
+
+def tied_named_by_its_path(put: Put) -> None:
+    put(parameters._Held, "name", property(lambda held: held.names[0]))
+
+
+def tied_drawn_by_its_path(put: Put) -> None:
+    right = parameters.initialise
+
+    def initialise(records, seed):
+        copies = {r.name: r.tied[0] for r in records if r.tied and not r.owner}
+        right([replace(r, name=copies.get(r.name, r.name)) for r in records], seed)
+
+    put(parameters, "initialise", initialise)
+
+
+def absent_stages_take_turns(put: Put) -> None:
+    right = parameters._record
+
+    def record(name, number, holders, groups, mesh, parameter):
+        found = right(name, number, holders, groups, mesh, parameter)
+        return replace(found, owner=mesh.world_rank == number % mesh.world_size)
+
+    put(parameters, "_record", record)
+
+
+def boxes_not_compared(put: Put) -> None:
+    put(parameters, "tiling_fault", lambda shape, boxes: None)
+
+
+def ddp_sums_only_over_dp(put: Put) -> None:
+    put(pytorch, "sum_flattened", lambda records, mesh: None)
 
 
 def finish(put: Put, order: str) -> None:
@@ -499,6 +560,28 @@ FAULTS = [
     Fault("tied weight in the norm twice", "CLIP-01", tied_weight_counted_twice,
           core.check_one_step, core.ALONE, "gradient norm differs"),
     Fault("two owners", "CLIP-01", owned_by_all_first_ranks, records.check_one_owner, records.TP),
+    Fault("shared part counted by all", "CLIP-01", axis_shared_by_nobody,
+          replicas.check_kv_numbers, replicas.TP4, "norm 25.29"),
+    Fault("shared part counted by all, owners", "CLIP-01", axis_shared_by_nobody,
+          replicas.check_kv_heads, replicas.TP4, "owners [2.0]"),
+    Fault("all heads' gradients summed", "TP-14", axis_summed_as_a_whole,
+          replicas.check_kv_numbers, replicas.TP4, "'key': [4.0]"),
+    Fault("all heads' gradients summed, plain", "TP-14", axis_summed_as_a_whole,
+          replicas.check_kv_heads, replicas.TP4),
+    Fault("shared gradients not summed", "TP-14", partial_gradients_forgotten,
+          replicas.check_kv_heads, replicas.TP4),
+    Fault("tied stages not summed", "PP-04", stages_not_summed, replicas.check_tied_stages,
+          replicas.PP),
+    Fault("tied head under its own name", "PP-04", tied_named_by_its_path,
+          replicas.check_tied_stages, replicas.PP, "records: "),
+    Fault("tied head drawn by its own name", "PP-04", tied_drawn_by_its_path,
+          replicas.check_tied_stages, replicas.PP),
+    Fault("owned by a stage without it", "CLIP-01", absent_stages_take_turns,
+          replicas.check_tied_stages, replicas.PP, "owners [0.0]"),
+    Fault("boxes not compared", "", boxes_not_compared, replicas.check_refusals, records.TP,
+          "overlap"),
+    Fault("DDP sums over dp only", "TP-14", ddp_sums_only_over_dp,
+          replicas.check_ddp_sums_partial_gradients, records.DP_TP),
     Fault("never unscaled", "CLIP-06", never_unscaled, core.check_unscaled_before_clipping,
           core.ALONE, "norm 5120"),
     Fault("unscaled after clipping", "CLIP-06", unscaled_after_clipping,
