@@ -325,6 +325,7 @@ def test_a_shard_of_the_sequence_that_knows_its_offset_is_a_part_of_the_whole(co
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
 def test_compiled_dropout_draws_the_same_masks():
     chance.assert_compiled_masks_are_the_same()
 
